@@ -1,0 +1,99 @@
+"""The one attention function that transformers calls, and its mask function.
+
+A cache layer's `update` hands itself on in place of key tensors; the model passes it to the attention function, which
+lets the layer attend over what it holds. Nothing is unpacked, concatenated or repeated on the way.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, cast, runtime_checkable
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvbench.errors import UserError
+from kvbench.kernels.prefill import Scoring, causal_attention
+
+IMPLEMENTATION = "kvbench"
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """A cache layer that does its own attention."""
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        """[B, Hq, q, Dv] from query [B, Hq, q, D]."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | Attends,
+    value: Tensor | Attends,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention over a cache layer, or over plain tensors where the model runs without a cache.
+
+    query [B, Hq, q, D] -> [B, q, Hq, Dv]. Raises UserError for attention that is not causal or carries a bias or mask
+    that this harness would have to ignore.
+    """
+    if attention_mask is not None:
+        raise UserError("an attention mask was given; kvbench takes batches of one length, without padding")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise UserError(f"{type(module).__name__} does not attend causally; kvbench measures causal language models")
+    unknown = sorted(name for name in ("position_bias", "alibi", "head_mask") if kwargs.get(name) is not None)
+    if unknown:
+        raise UserError(f"{type(module).__name__} adds {', '.join(unknown)} to its scores, which kvbench does not apply")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scoring = Scoring(scale, softcap or None, sliding_window or None, s_aux)
+    if isinstance(key, Attends):
+        output = key.attend(query, scoring)
+    else:
+        if key.shape[2] != query.shape[2]:
+            raise UserError("kvbench attention over plain tensors takes a whole prompt at once, without a cache")
+        output = causal_attention(query, key, cast(Tensor, value), scoring)
+    return output.transpose(1, 2), None
+
+
+def no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
+    """The mask function: layers know from positions who sees whom, so there is none; padding is refused."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError("a batch with padding was given; kvbench takes batches of one length, without padding")
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
+
+
+@contextmanager
+def kvbench_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model attends through kvbench inside the block; its own implementation is back afterwards.
+
+    Raises UserError for a family that does not go through transformers' attention interface.
+    """
+    before = model.config._attn_implementation
+    if before == IMPLEMENTATION:
+        yield
+        return
+    check_interface(model)
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def check_interface(model: PreTrainedModel) -> None:
+    """Raise UserError for a family that does its attention outside of transformers' interface (Falcon, MPT)."""
+    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise UserError(
+            f"{type(model).__name__} does its attention outside of transformers' attention interface, so a compressed "
+            f"cache cannot be read in place; choose another family (Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX, ...)"
+        )

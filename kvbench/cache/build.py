@@ -1,0 +1,203 @@
+"""From a prompt to compressed caches: prefill once, then build any number of caches from the record.
+
+    record = prefill(model, ids, [method.rule])
+    cache = build_cache(model, method, record, max_new_tokens=128)
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.forward import check_ids, forward, n_layers
+from kvbench.cache.layer import SlotLayer
+from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
+from kvbench.cache.rotary import RotateBack, rotate_back
+from kvbench.cache.rule import EMPTY, KeepRule, SlidingWindow, keep_best
+from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
+from kvbench.errors import UserError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A keep rule and a store, under the name that the rows carry."""
+
+    name: str
+    rule: KeepRule
+    store: Store
+
+    def check_combination(self) -> None:
+        """Raise UserError where the rule evicts during decode and the store cannot overwrite single slots."""
+        if self.rule.budget is not None and not self.store.writable:
+            raise UserError(
+                f"method={self.name} evicts single tokens during decode, and {type(self.store).__name__} can only "
+                f"append; choose a store with single slots (store=dense, int8, int4, int2)"
+            )
+
+
+class KVCache(Cache):
+    """A compressed cache, ready to decode after its prompt.
+
+    last_logits: [B, V], what the model predicts after the prompt. positions_processed: token positions run through
+    the model with this cache, the prompt not counted. compress_ms: wall time of building it.
+    """
+
+    layers: list[SlotLayer]
+
+    def __init__(self, layers: list[SlotLayer], last_logits: Tensor, prompt_tokens: int) -> None:
+        super().__init__(layers=layers)
+        self.last_logits = last_logits
+        self.prompt_tokens = prompt_tokens
+        self.positions_processed = 0
+        self.compress_ms = 0.0
+
+    @property
+    def has_compressed(self) -> bool:
+        """Whether any layer has evicted or quantised a token."""
+        return any(layer.has_compressed for layer in self.compressible)
+
+    @property
+    def compressible(self) -> list[SlotLayer]:
+        """The layers that the method applies to; sliding-window layers of the model are bounded already."""
+        return [layer for layer in self.layers if not isinstance(layer.rule, SlidingWindow)]
+
+    @property
+    def kept_tokens(self) -> float:
+        """Tokens held per KV head now, the mean over compressible layers."""
+        layers = self.compressible or self.layers
+        return sum(layer.kept for layer in layers) / len(layers)
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Every tensor that the cache holds."""
+        for layer in self.layers:
+            yield from layer.buffers()
+
+
+class PrefixCache:
+    """What `recompute` carries instead of keys and values: the ids so far, [B, T]."""
+
+    has_compressed = False
+    compress_ms = 0.0
+
+    def __init__(self, ids: Tensor, last_logits: Tensor) -> None:
+        self.ids = ids
+        self.last_logits = last_logits
+        self.prompt_tokens = ids.shape[1]
+        self.positions_processed = 0
+
+    @property
+    def kept_tokens(self) -> float:
+        return 0.0
+
+    def buffers(self) -> Iterator[Buffer]:
+        """The ids are not a cache: nothing is held."""
+        return iter(())
+
+
+AnyCache = KVCache | PrefixCache
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ()) -> PrefillRecord:
+    """Run prompts once with exact attention and record what the rules ask for.
+
+    Args:
+        ids: int64 [B, T], prompts of one length, no padding.
+
+    Raises UserError for ids that are not such a batch, and for families that cannot be recorded.
+    """
+    check_ids(ids)
+    cache = record_cache(n_layers(model), (o for rule in rules for o in rule.observations()))
+    with kvbench_attention(model):
+        started = clock(ids.device)
+        logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
+        elapsed_ms = 1e3 * (clock(ids.device) - started)
+    layers, observe_ms = [], {}
+    for layer in cache.layers:
+        if not isinstance(layer, RecordLayer) or layer.record is None:
+            raise UserError(f"{type(model).__name__} has layers that keep no keys and values of their own")
+        layers.append(layer.record)
+        for observation, ms in layer.observe_ms.items():
+            observe_ms[observation] = observe_ms.get(observation, 0.0) + ms
+    return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms)
+
+
+@torch.inference_mode()
+def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | Tensor,
+                max_new_tokens: int = 256, max_step: int = 1) -> AnyCache:  # fmt: skip
+    """A method's cache of a prompt; copies from the record, never aliases it.
+
+    Args:
+        prompt: the record of `prefill` (made with this method's rule among `rules`), or ids [B, T] to prefill here.
+        max_new_tokens: tokens that will be fed afterwards, at most. max_step: most tokens in one forward of those.
+
+    Raises UserError where the method does not fit the model or the prompt.
+    """
+    record = prefill(model, prompt, [method.rule]) if isinstance(prompt, Tensor) else prompt
+    if method.rule.needs_ids:
+        return PrefixCache(record.ids.clone(), record.logits.clone())
+    method.check_combination()
+    started = clock(record.ids.device)
+    rotations = _rotations(model, method.rule)
+    layers = [_build_layer(layer, method, rotations, max_new_tokens, max_step) for layer in record.layers]
+    cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
+    cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
+    return cache
+
+
+def _rotations(model: PreTrainedModel, rule: KeepRule) -> list[RotateBack | None]:
+    if not rule.sinks_in_place:
+        return [None] * n_layers(model)
+    return [rotate_back(model, i) for i in range(n_layers(model))]
+
+
+def _build_layer(record: LayerRecord, method: Method, rotations: list[RotateBack | None],
+                 max_new_tokens: int, step: int) -> SlotLayer:  # fmt: skip
+    prompt = record.key.shape[2]
+    window = record.scoring.window
+    rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
+    store = method.store if window is None else DenseStore()
+    store.check(record.key.shape[-1], record.value.shape[-1])
+    budget = rule.tokens(prompt)
+    scores = rule.initial_scores(record)
+    kept = _select(rule, scores, record, budget)
+    planned = prompt + max_new_tokens
+    shape = SlotShape(
+        batch=record.key.shape[0], kv_heads=record.key.shape[1],
+        key_dim=record.key.shape[-1], value_dim=record.value.shape[-1],
+        slots=planned if budget is None else min(planned, budget + step), step=step,
+        dtype=record.key.dtype, device=record.key.device,
+    )  # fmt: skip
+    lead = shape.batch, shape.kv_heads, shape.slots
+    if budget is None:
+        position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
+    else:
+        position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
+    held_scores = None if scores is None else torch.zeros(lead, device=shape.device)
+    rotation = rotations[record.index] if window is None else None
+    layer = SlotLayer(record.index, store.allocate(shape), rule, budget, position, held_scores, step, rotation)
+    layer.fill(
+        _rows(record.key, kept), _rows(record.value, kept), kept.to(torch.int32),
+        None if scores is None else scores.gather(-1, kept), prompt,
+    )  # fmt: skip
+    return layer
+
+
+def _select(rule: KeepRule, scores: Tensor | None, record: LayerRecord, budget: int | None) -> Tensor:
+    """Positions that stay after the prompt, ascending: int64 [B, Hkv, n]."""
+    batch, heads, prompt, _ = record.key.shape
+    position = torch.arange(prompt, device=record.key.device).expand(batch, heads, prompt)
+    if budget is None or budget >= prompt:
+        return position
+    return keep_best(rule.priority(scores, position, prompt - 1, budget, record.index), budget)
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """tensor [B, Hkv, T, D] at index [B, Hkv, n]: [B, Hkv, n, D]."""
+    if index.shape[2] == tensor.shape[2]:
+        return tensor
+    return tensor.gather(2, index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1]))

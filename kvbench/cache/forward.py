@@ -1,0 +1,37 @@
+"""The one place where the model is called."""
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvbench.errors import UserError
+
+
+def forward(model: PreTrainedModel, ids: Tensor, cache: Cache | None, logits_to_keep: int = 0) -> Tensor:
+    """Logits [B, q, V] of ids [B, q] after what the cache holds; the last `logits_to_keep` only, 0 for all."""
+    arguments = {"use_cache": cache is not None, "logits_to_keep": logits_to_keep}
+    if cache is not None:
+        arguments[cache_argument(model)] = cache
+    logits: Tensor = model(input_ids=ids, **arguments).logits
+    return logits
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """transformers 5.24 calls the cache `cache`; before, it was `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def n_layers(model: PreTrainedModel) -> int:
+    """Decoder layers of the (text) model."""
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def check_ids(ids: object) -> None:
+    """Raise UserError unless ids is an int64 [B, T] batch of one length with at least one token."""
+    if not isinstance(ids, Tensor):
+        raise UserError(f"ids is a {type(ids).__name__}; give an int64 tensor [batch, tokens], all rows of one length")
+    if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[1] == 0:
+        raise UserError(f"ids is {ids.dtype} {list(ids.shape)}; give int64 [batch, tokens] with at least one token")

@@ -1,0 +1,85 @@
+"""Preallocated quantised rows: the memory that quantising stores are made of."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.store import Buffer, scatter_rows
+from kvbench.errors import UserError
+from kvbench.kernels.parts import Axis, Packed
+from kvbench.kernels.quantise import BITS, pack, quantise
+
+SMALLEST_GROUP = 8
+"""Below this the float16 pair costs as much as the codes save; a group of one is exact and no compression at all."""
+
+
+class Groups:
+    """Rows of one layer's keys or values as codes with a float16 pair a group; the shapes are `Packed`'s.
+
+    axis "token": rows come in multiples of group_size. axis "channel": row by row, and rows can be replaced.
+    length: rows held.
+    """
+
+    def __init__(self, axis: Axis, bits: int, group_size: int, rows: int, width: int,
+                 batch: int, heads: int, device: torch.device) -> None:  # fmt: skip
+        self.axis: Axis = axis
+        self.bits, self.group_size, self.length = bits, group_size, 0
+        grid = (rows // group_size, width) if axis == "token" else (rows, width // group_size)
+        code_bytes = group_size * bits // 8
+        self.codes = torch.empty(batch, heads, *grid, code_bytes, dtype=torch.uint8, device=device)
+        self.scale = torch.empty(batch, heads, *grid, dtype=torch.float16, device=device)
+        self.minimum = torch.empty(batch, heads, *grid, dtype=torch.float16, device=device)
+
+    def _encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes and pair of rows [B, Hkv, n, D], laid out as the buffers are."""
+        if self.axis == "token":
+            groups = rows.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
+        else:
+            groups = rows.unflatten(-1, (-1, self.group_size))
+        codes, scale, minimum = quantise(groups, self.bits)
+        return pack(codes, self.bits), scale, minimum
+
+    def append(self, rows: Tensor) -> None:
+        """Quantise rows [B, Hkv, n, D] behind those held."""
+        if rows.shape[2] == 0:
+            return
+        unit = self.group_size if self.axis == "token" else 1
+        target = slice(self.length // unit, (self.length + rows.shape[2]) // unit)
+        for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
+            buffer[:, :, target] = new
+        self.length += rows.shape[2]
+
+    def overwrite(self, slot: Tensor, rows: Tensor) -> None:
+        """Quantise rows [B, Hkv, q, D] into the slots [B, Hkv, q]; axis "channel" only."""
+        for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
+            scatter_rows(buffer, slot, new)
+
+    def parts(self) -> list[Packed]:
+        """The rows held, as one part; none where nothing is held."""
+        if self.length == 0:
+            return []
+        n = self.length // self.group_size if self.axis == "token" else self.length
+        return [Packed(self.codes[:, :, :n], self.scale[:, :, :n], self.minimum[:, :, :n],
+                       self.bits, self.group_size, self.axis)]  # fmt: skip
+
+    def buffers(self, kept: int | None = None) -> Iterator[Buffer]:
+        """The three tensors, with the share in use when `kept` rows count (all that are held, if None)."""
+        capacity = self.codes.shape[2] * (self.group_size if self.axis == "token" else 1)
+        used = (self.length if kept is None else kept) / capacity if capacity else 1.0
+        yield Buffer("codes", self.codes, used)
+        yield Buffer("scales", self.scale, used)
+        yield Buffer("scales", self.minimum, used)
+
+
+def check_groups(who: str, group_size: int, *bits: int, head_dim: int | None = None) -> None:
+    """Raise UserError for a group size or code width that cannot be packed, or that does not divide the head."""
+    for width in bits:
+        if isinstance(width, bool) or width not in BITS:
+            raise UserError(f"bits={width} for {who}; type bits=8, bits=4 or bits=2")
+    if isinstance(group_size, bool) or group_size < SMALLEST_GROUP or group_size % SMALLEST_GROUP:
+        raise UserError(f"group={group_size} for {who}; type a multiple of {SMALLEST_GROUP}, for example group=32")
+    if head_dim is not None and head_dim % group_size:
+        fitting = [g for g in range(SMALLEST_GROUP, head_dim + 1, SMALLEST_GROUP) if head_dim % g == 0]
+        choices = ", ".join(f"group={g}" for g in fitting) or "none fits: choose another store"
+        raise UserError(f"group={group_size} does not divide the head size {head_dim}; type one of: {choices}")

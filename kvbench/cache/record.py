@@ -1,0 +1,102 @@
+"""The record of one prefill: what every method's cache is built from."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvbench.cache.observe import Observation
+from kvbench.kernels.prefill import Scoring, causal_attention
+
+
+@dataclass
+class LayerRecord:
+    """One layer of a prefill.
+
+    index: the layer. key [B, Hkv, T, D] and value [B, Hkv, T, Dv]: as the cache received them, keys rotated.
+    scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities.
+    """
+
+    index: int
+    key: Tensor
+    value: Tensor
+    scoring: Scoring
+    observed: dict[Observation, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class PrefillRecord:
+    """A prompt, run once with exact attention.
+
+    ids: [B, T]. logits: [B, V], of the last prompt token. prefill_ms: wall time without the observations.
+    observe_ms: wall time of each observation, summed over layers.
+    """
+
+    ids: Tensor
+    logits: Tensor
+    layers: list[LayerRecord]
+    prefill_ms: float
+    observe_ms: dict[Observation, float]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.ids.shape[1]
+
+
+class RecordLayer(CacheLayerMixin):
+    """A cache layer that keeps a prompt's keys and values as they come, and attends exactly."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, observations: Iterable[Observation]) -> None:
+        super().__init__()
+        self.index = index
+        self.wanted = tuple(observations)
+        self.observe_ms = dict.fromkeys(self.wanted, 0.0)
+        self.record: LayerRecord | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["RecordLayer", Tensor]:  # type: ignore[override]
+        """Take a whole prompt, [B, Hkv, T, D] and [B, Hkv, T, Dv]."""
+        if self.is_initialized:
+            raise RuntimeError("a prefill record takes its prompt in one forward")
+        self.keys, self.values, self.is_initialized = key, value, True
+        return self, value
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        """Exact causal attention, [B, Hq, T, Dv]; the observations are made, and timed, on the way."""
+        if self.keys is None or self.values is None:
+            raise RuntimeError("attention before update")
+        self.record = LayerRecord(self.index, self.keys, self.values, scoring)
+        for observation in self.wanted:
+            started = clock(query.device)
+            self.record.observed[observation] = observation.compute(query, self.keys, scoring)
+            self.observe_ms[observation] += 1e3 * (clock(query.device) - started)
+        return causal_attention(query, self.keys, self.values, scoring)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def record_cache(n_layers: int, observations: Iterable[Observation]) -> Cache:
+    """A cache of `RecordLayer`s."""
+    wanted = tuple(dict.fromkeys(observations))
+    return Cache(layers=[RecordLayer(i, wanted) for i in range(n_layers)])
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, after everything queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,92 @@
+"""Rotating queries back: positions inside the cache without touching a cached key."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.errors import UserError
+
+UNMOVABLE = ("dynamic", "longrope")
+"""Frequencies that change with the length, so that a rotation cannot be taken back."""
+
+EXACT_ANGLES = 65_536
+"""Beyond this many evicted tokens float32 angles are off by more than about 1e-2 rad."""
+
+
+@dataclass(frozen=True)
+class RotateBack:
+    """Takes e positions off an already rotated query, in the model's own pairing of channels.
+
+    embed: the model's rotary module. apply: its modelling file's `apply_rotary_pos_emb`. layer_type: what the module
+    wants beside positions where its layers differ (Gemma 3), else None.
+    """
+
+    embed: nn.Module
+    apply: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    layer_type: str | None
+    attention_scaling: float
+
+    def __call__(self, query: Tensor, tokens: int) -> Tensor:
+        """query [B, Hq, q, D], rotated for position p, rotated for p - tokens instead.
+
+        In float32, or float64 for a float64 query; the angles are float32 in both.
+        """
+        exact = query.to(torch.promote_types(query.dtype, torch.float32))
+        cos, sin = self.angles(query, tokens)
+        return self.apply(exact, exact, cos.to(exact.dtype), -sin.to(exact.dtype))[0]
+
+    def angles(self, query: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of position `tokens`, float32 [1, 1, rotary_dim]; the attention scaling taken out again,
+        since the query carries it already."""
+        position = torch.full((1, 1), tokens, device=query.device)
+        extra = () if self.layer_type is None else (self.layer_type,)
+        cos, sin = self.embed(query.new_zeros(1, dtype=torch.float32), position, *extra)
+        return cos / self.attention_scaling, sin / self.attention_scaling
+
+
+def rotate_back(model: nn.Module, layer: int) -> RotateBack:
+    """The way to rotate queries of one layer back.
+
+    Raises UserError, naming `variant=absolute`, for models whose positions are learned or whose frequencies depend on
+    the length, and where the check below fails: rotating q at position 7 back by 3 must give q at position 4.
+    """
+    embed = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
+    family = type(model).__name__
+    instead = "positions inside the cache cannot be had; type variant=absolute to keep the original ones"
+    if embed is None:
+        raise UserError(f"{family} has no rotary embedding: {instead}")
+    apply = getattr(sys.modules[type(embed).__module__], "apply_rotary_pos_emb", None)
+    layer_type = None
+    if "layer_type" in inspect.signature(embed.forward).parameters:
+        layer_type = model.config.get_text_config().layer_types[layer]  # type: ignore[operator, union-attr]
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    kinds = getattr(embed, "rope_type", "default")
+    kind = kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds
+    if kind in UNMOVABLE:
+        raise UserError(f"{family} has {kind} rotary frequencies: {instead}")
+    scaling = float(getattr(embed, f"{prefix}attention_scaling", 1.0))
+    if apply is None:
+        raise UserError(f"{family} rotates its queries in a way of its own: {instead}")
+    rotate = RotateBack(embed, apply, layer_type, scaling)
+    if not _takes_back(rotate, _head_dim(model)):
+        raise UserError(f"{family} rotates its queries in a way that does not compose: {instead}")
+    return rotate
+
+
+def _head_dim(model: nn.Module) -> int:
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _takes_back(rotate: RotateBack, head_dim: int) -> bool:
+    device = next(rotate.embed.buffers()).device
+    query = torch.linspace(-1, 1, head_dim, device=device).view(1, 1, 1, head_dim)
+    try:
+        at_seven, at_four = (rotate.apply(query, query, *rotate.angles(query, p))[0] for p in (7, 4))
+        return torch.allclose(rotate(at_seven, 3), at_four, atol=1e-5)
+    except (RuntimeError, TypeError, IndexError):
+        return False

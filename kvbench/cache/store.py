@@ -1,0 +1,135 @@
+"""How kept tokens are held. A `Store` is the configured choice; its `Slots` are one layer's memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.parts import Dense, Part
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """What a layer's slots are sized for.
+
+    batch, kv_heads, key_dim (D), value_dim (Dv), slots (tokens held at most), step (most tokens in one forward).
+    """
+
+    batch: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    slots: int
+    step: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Buffer(NamedTuple):
+    """One preallocated tensor, what it is for, and the share of it that holds tokens now."""
+
+    part: str
+    tensor: Tensor
+    used: float
+
+
+class Slots:
+    """One layer's preallocated memory for keys and values. Slots 0 .. length - 1 have been written.
+
+    A subclass holds new tokens in `append` and may give up precision in `settle`, which runs after the attention of
+    the forward that brought them. Where `writable`, `overwrite` replaces single slots.
+    """
+
+    length: int = 0
+
+    def fill(self, key: Tensor, value: Tensor) -> None:
+        """Take what a prefill left to keep, [B, Hkv, n, D] and [B, Hkv, n, Dv], into empty slots."""
+        self.append(key, value)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Write q tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], to the slots that follow the last one."""
+        raise TypeError(f"{type(self).__name__} cannot append")
+
+    def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write q tokens to the slots [B, Hkv, q], which need not be the same in every head."""
+        raise TypeError(f"{type(self).__name__} cannot overwrite single slots")
+
+    def settle(self) -> None:
+        """After a forward: quantise what has left the full-precision residual."""
+
+    @property
+    def has_quantised(self) -> bool:
+        """Whether any token is held in fewer bits than the model's dtype."""
+        return False
+
+    def key_parts(self) -> Sequence[Part]:
+        """The keys of slots 0 .. length - 1, in order."""
+        raise TypeError(f"{type(self).__name__} has no keys")
+
+    def value_parts(self) -> Sequence[Part]:
+        """The values of slots 0 .. length - 1, in order."""
+        raise TypeError(f"{type(self).__name__} has no values")
+
+    def buffers(self, kept: int) -> Iterator[Buffer]:
+        """Every tensor held, with the share in use when `kept` slots hold tokens."""
+        raise TypeError(f"{type(self).__name__} has no buffers")
+
+
+@dataclass(frozen=True)
+class Store:
+    """A configured way to hold tokens."""
+
+    writable: ClassVar[bool] = True
+    """Whether single slots can be overwritten, so that keep rules may evict during decode."""
+
+    def check(self, key_dim: int, value_dim: int) -> None:
+        """Raise UserError where heads of these sizes cannot be held."""
+
+    def allocate(self, shape: SlotShape) -> Slots:
+        """Empty slots of that shape."""
+        raise TypeError(f"{type(self).__name__} cannot allocate")
+
+
+class DenseSlots(Slots):
+    """Rows in the model's dtype: keys [B, Hkv, S, D], values [B, Hkv, S, Dv]."""
+
+    def __init__(self, shape: SlotShape) -> None:
+        lead = shape.batch, shape.kv_heads, shape.slots
+        self.keys = torch.empty(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
+        self.values = torch.empty(*lead, shape.value_dim, dtype=shape.dtype, device=shape.device)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        stop = self.length + key.shape[2]
+        self.keys[:, :, self.length : stop] = key
+        self.values[:, :, self.length : stop] = value
+        self.length = stop
+
+    def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        scatter_rows(self.keys, slot, key)
+        scatter_rows(self.values, slot, value)
+
+    def key_parts(self) -> Sequence[Part]:
+        return [Dense(self.keys[:, :, : self.length])]
+
+    def value_parts(self) -> Sequence[Part]:
+        return [Dense(self.values[:, :, : self.length])]
+
+    def buffers(self, kept: int) -> Iterator[Buffer]:
+        for tensor in (self.keys, self.values):
+            yield Buffer("dense", tensor, kept / tensor.shape[2])
+
+
+@dataclass(frozen=True)
+class DenseStore(Store):
+    """Keys and values as the model made them."""
+
+    def allocate(self, shape: SlotShape) -> DenseSlots:
+        return DenseSlots(shape)
+
+
+def scatter_rows(buffer: Tensor, slot: Tensor, rows: Tensor) -> None:
+    """buffer[b, h, slot[b, h, i]] = rows[b, h, i]: buffer [B, Hkv, S, ...], slot [B, Hkv, q], rows [B, Hkv, q, ...]."""
+    index = slot.reshape(*slot.shape, *([1] * (rows.ndim - 3))).expand_as(rows)
+    buffer.scatter_(2, index, rows.to(buffer.dtype))

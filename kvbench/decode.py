@@ -1,0 +1,49 @@
+"""Decoding through a compressed cache: one step, and greedy generation."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.build import AnyCache, PrefixCache
+from kvbench.cache.forward import check_ids, forward
+
+
+@torch.inference_mode()
+def step(model: PreTrainedModel, ids: Tensor, cache: AnyCache, logits_to_keep: int = 1) -> Tensor:
+    """Feed ids [B, q] and return the logits of the last `logits_to_keep` of them, [B, n, V]; 0 returns all.
+
+    The method evicts or quantises afterwards. Raises kvbench.cache.layer.CacheFull past what the cache was built for.
+    """
+    check_ids(ids)
+    with kvbench_attention(model):
+        if isinstance(cache, PrefixCache):
+            cache.ids = torch.cat([cache.ids, ids], dim=1)
+            cache.positions_processed += cache.ids.shape[1]
+            return forward(model, cache.ids, None, logits_to_keep or ids.shape[1])
+        cache.positions_processed += ids.shape[1]
+        return forward(model, ids, cache, logits_to_keep)
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, ids: Tensor | None, cache: AnyCache, max_new_tokens: int = 32,
+             eos_token_id: int | None = None) -> Tensor:  # fmt: skip
+    """Greedy continuation of what the cache holds, then `ids`: new tokens [B, n], n <= max_new_tokens.
+
+    Args:
+        ids: [B, q], fed through the cache first (a question, say); None to go on from the prompt itself.
+        eos_token_id: stop once every row has produced it; later tokens of a finished row repeat it.
+    """
+    logits = cache.last_logits if ids is None else step(model, ids, cache)[:, -1]
+    tokens: list[Tensor] = []
+    finished = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+    with kvbench_attention(model):
+        while True:
+            token = logits.argmax(-1)
+            if eos_token_id is not None:
+                token = token.masked_fill(finished, eos_token_id)
+                finished |= token == eos_token_id
+            tokens.append(token)
+            if len(tokens) == max_new_tokens or (eos_token_id is not None and bool(finished.all())):
+                return torch.stack(tokens, dim=1)
+            logits = step(model, token[:, None], cache)[:, -1]

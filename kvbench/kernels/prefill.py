@@ -1,0 +1,132 @@
+"""Exact causal attention over a whole prompt, and the sums over its probabilities that methods ask for.
+
+Everything here runs over blocks of query rows, so no T x T matrix is ever in memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK_BYTES = 32 * 2**20
+"""Size of the score matrix of one block of rows."""
+
+Combine = Literal["sum", "mean", "max"]
+"""How the probabilities of the query heads that share a KV head become one number."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a layer does to its scores besides `query @ key`.
+
+    scaling: factor on the scores. softcap: Gemma 2's tanh cap. window: a query sees the last `window` tokens, itself
+    included. sink_logits: [Hq], gpt-oss's learned logits that take part in the softmax.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+    sink_logits: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.window is None and self.sink_logits is None
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attention of a prompt over itself.
+
+    Args:
+        query: [B, Hq, T, D]; key: [B, Hkv, T, D]; value: [B, Hkv, T, Dv].
+
+    Returns:
+        [B, Hq, T, Dv] in the query's dtype.
+    """
+    if scoring.window is not None and scoring.window >= query.shape[2]:
+        scoring = Scoring(scoring.scaling, scoring.softcap, None, scoring.sink_logits)
+    if scoring.is_plain:
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=grouped
+        )
+    output = query.new_empty(*query.shape[:3], value.shape[-1])
+    for rows, columns, probabilities in probability_blocks(query, key, scoring):
+        block = probabilities.flatten(2, 3) @ value[:, :, columns].to(probabilities.dtype)
+        output[:, :, rows] = block.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2).to(query.dtype)
+    return output
+
+
+def column_sums(query: Tensor, key: Tensor, scoring: Scoring, combine: Combine = "sum") -> Tensor:
+    """Attention mass that each prompt token receives from all prompt queries: float32 [B, Hkv, T].
+
+    The column sums of the causal probability matrix, the query heads of a KV head combined before summing. H2O's
+    score (Zhang et al., 2023, arXiv:2306.14048, section 4.1).
+    """
+    sums = torch.zeros(*key.shape[:3], dtype=torch.float32, device=key.device)
+    for _, columns, probabilities in probability_blocks(query, key, scoring):
+        sums[:, :, columns] += combine_heads(probabilities, combine).sum(-2)
+    return sums
+
+
+def last_queries(query: Tensor, key: Tensor, scoring: Scoring, count: int) -> Tensor:
+    """Probabilities of the prompt's last `count` queries over all its keys, causal: float32 [B, Hkv, Hq/Hkv, w, T].
+
+    w is `count`, or T where the prompt is shorter. SnapKV's observation window (Li et al., 2024, arXiv:2404.14469).
+    """
+    length = key.shape[2]
+    first = max(0, length - count)
+    grouped = key.shape[1], query.shape[1] // key.shape[1]
+    out = torch.zeros(key.shape[0], *grouped, length - first, length, device=key.device)
+    for rows, columns, probabilities in probability_blocks(query, key, scoring, first):
+        out[..., rows.start - first : rows.stop - first, columns] = probabilities.to(torch.float32)
+    return out
+
+
+def combine_heads(probabilities: Tensor, combine: Combine) -> Tensor:
+    """[B, Hkv, Hq/Hkv, q, S] -> [B, Hkv, q, S]: one number per KV head."""
+    if combine == "max":
+        return probabilities.amax(2)
+    return probabilities.mean(2) if combine == "mean" else probabilities.sum(2)
+
+
+def probability_blocks(
+    query: Tensor, key: Tensor, scoring: Scoring, first: int = 0
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Causal attention probabilities, one block of query rows at a time, from row `first` on.
+
+    Yields (rows, columns, probabilities [B, Hkv, Hq/Hkv, rows, columns]); columns outside the yielded slice have
+    probability 0. Computed in float32 (float64 for float64 queries).
+    """
+    batch, kv_heads, length, _ = key.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.unflatten(1, (kv_heads, -1))
+    per_row = batch * query.shape[1] * length * dtype.itemsize
+    height = max(16, BLOCK_BYTES // per_row)
+    for start in range(first, length, height):
+        stop = min(start + height, length)
+        left = 0 if scoring.window is None else max(0, start - scoring.window + 1)
+        block = grouped[:, :, :, start:stop].flatten(2, 3).to(dtype)
+        scores = (block @ key[:, :, left:stop].to(dtype).mT).mul_(scoring.scaling)
+        if scoring.softcap is not None:
+            scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+        scores = scores.unflatten(2, (-1, stop - start))
+        scores.masked_fill_(~_sees(start, stop, left, scoring.window, key.device), -torch.inf)
+        yield slice(start, stop), slice(left, stop), softmax_with_sinks(scores, scoring.sink_logits)
+
+
+def _sees(start: int, stop: int, left: int, window: int | None, device: torch.device) -> Tensor:
+    row = torch.arange(start, stop, device=device).unsqueeze(-1)
+    column = torch.arange(left, stop, device=device)
+    sees = column <= row
+    return sees if window is None else sees & (column > row - window)
+
+
+def softmax_with_sinks(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of [B, Hkv, Hq/Hkv, q, S] with a valueless logit per head, [Hq], beside it."""
+    if sink_logits is None:
+        return scores.softmax(-1)
+    sink = sink_logits.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]

@@ -1,0 +1,73 @@
+"""Asymmetric group quantisation and the packing of its codes.
+
+A group is the last dimension of the input. The rule is KIVI's (Liu et al., 2024, arXiv:2402.02750, section 3):
+`scale = (max - min) / (2^bits - 1)`, `code = round((x - min) / scale)`, and back `code * scale + min`.
+"""
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+
+BITS = (8, 4, 2)
+"""Code widths that pack into whole bytes."""
+
+
+def check_bits(bits: object, who: str) -> int:
+    """`bits` if codes of that width can be packed. Raises UserError otherwise."""
+    if isinstance(bits, bool) or bits not in BITS:
+        raise UserError(f"{who}: bits={bits} is not a code width; choose from 8, 4, 2 (for example bits=4)")
+    return int(str(bits))
+
+
+def quantise(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and minimum of each group.
+
+    Args:
+        groups: [..., G], any float dtype; a group is the last dimension.
+        bits: width of a code.
+
+    Returns:
+        codes uint8 [..., G] in 0 .. 2^bits - 1; scale and minimum float16 [...].
+
+    The codes are computed in float32 against the *stored* float16 pair, so encoding a decoded group again gives
+    the same codes. A stored scale of 0 (constant group, or a range too small for float16) gives code 0.
+    """
+    levels = 2**bits - 1
+    x = groups.to(torch.float32)
+    low, high = x.amin(-1), x.amax(-1)
+    limit = torch.finfo(torch.float16).max
+    scale = ((high - low) / levels).clamp(max=limit).to(torch.float16)
+    minimum = low.clamp(-limit, limit).to(torch.float16)
+    stored_scale = scale.to(torch.float32).unsqueeze(-1)
+    steps = (x - minimum.to(torch.float32).unsqueeze(-1)) / stored_scale
+    codes = torch.where(stored_scale > 0, steps, torch.zeros_like(steps)).clamp(0, levels).round()
+    return codes.to(torch.uint8), scale, minimum
+
+
+def dequantise(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`codes * scale + minimum`: [..., G] from codes [..., G] and a pair [...]."""
+    return torch.addcmul(minimum.to(dtype).unsqueeze(-1), codes.to(dtype), scale.to(dtype).unsqueeze(-1))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., G] -> bytes [..., G * bits / 8].
+
+    Byte i holds codes i, i + n, i + 2n, ... (n bytes a group) from the low bits up, so that unpacking is one shift
+    and one mask over whole vectors.
+    """
+    if bits == 8:
+        return codes.contiguous()
+    lanes = codes.unflatten(-1, (8 // bits, codes.shape[-1] * bits // 8))
+    packed = lanes[..., 0, :].clone()
+    for i in range(1, 8 // bits):
+        packed |= lanes[..., i, :] << (bits * i)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack`: bytes [..., n] -> uint8 codes [..., n * 8 / bits]."""
+    if bits == 8:
+        return packed
+    mask = 2**bits - 1
+    return torch.cat([(packed >> (bits * i)) & mask for i in range(8 // bits)], dim=-1)

@@ -1,0 +1,70 @@
+"""Decode attention in plain torch: the definition that the fast kernels are held against."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.parts import Part
+from kvbench.kernels.prefill import Scoring, softmax_with_sinks
+
+NAME = "reference"
+
+
+def attend(
+    query: Tensor,
+    keys: Sequence[Part],
+    values: Sequence[Part],
+    scoring: Scoring,
+    visible: Tensor | None = None,
+    sink_query: Tensor | None = None,
+    n_sink: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q query tokens over a store's slots.
+
+    Args:
+        query: [B, Hq, q, D]; query heads of one KV head are neighbours.
+        keys, values: parts covering the same S slots, [B, Hkv, S, D] and [B, Hkv, S, Dv] once read.
+        scoring: scaling, softcap and learned sinks; its window is the caller's business, through `visible`.
+        visible: bool, broadcastable to [B, Hkv, q, S]; None where every slot is seen by every query.
+        sink_query: [B, Hq, q, D]; the query to use for the first `n_sink` slots instead (StreamingLLM's positions).
+
+    Returns:
+        output [B, Hq, q, Dv] in the query's dtype; probabilities [B, Hkv, Hq / Hkv, q, S] in the computing dtype
+        (float32, or float64 for a float64 query).
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    kv_heads = keys[0].kv_heads
+    folded = _fold(query.to(dtype), kv_heads)
+    scores = torch.cat([folded @ part.read(dtype).transpose(-1, -2) for part in keys], dim=-1)
+    if sink_query is not None and n_sink:
+        scores[..., :n_sink] = _fold(sink_query.to(dtype), kv_heads) @ _first_rows(keys, n_sink, dtype).mT
+    scores *= scoring.scaling
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.unflatten(2, (-1, query.shape[2]))  # [B, Hkv, Hq/Hkv, q, S]
+    if visible is not None:
+        scores = scores.masked_fill(~visible.unsqueeze(2), -torch.inf)
+    probabilities = softmax_with_sinks(scores, scoring.sink_logits)
+    flat, output, start = probabilities.flatten(2, 3), None, 0
+    for part in values:
+        partial = flat[..., start : start + part.length] @ part.read(dtype)
+        output = partial if output is None else output + partial
+        start += part.length
+    if output is None:
+        raise ValueError("attention over a store without a single slot")
+    return output.unflatten(2, (-1, query.shape[2])).flatten(1, 2).to(query.dtype), probabilities
+
+
+def _fold(query: Tensor, kv_heads: int) -> Tensor:
+    """[B, Hq, q, D] -> [B, Hkv, Hq/Hkv * q, D]: the heads that share keys become rows of one product."""
+    return query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _first_rows(keys: Sequence[Part], n: int, dtype: torch.dtype) -> Tensor:
+    rows = []
+    for part in keys:
+        take = min(n - sum(r.shape[-2] for r in rows), part.length)
+        if take:
+            rows.append(part.first(take).read(dtype))
+    return torch.cat(rows, dim=-2)

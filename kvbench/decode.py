@@ -7,13 +7,15 @@ from transformers import PreTrainedModel
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import AnyCache, PrefixCache
 from kvbench.cache.forward import check_ids, forward
+from kvbench.errors import UserError
 
 
 @torch.inference_mode()
 def step(model: PreTrainedModel, ids: Tensor, cache: AnyCache, logits_to_keep: int = 1) -> Tensor:
     """Feed ids [B, q] and return the logits of the last `logits_to_keep` of them, [B, n, V]; 0 returns all.
 
-    The method evicts or quantises afterwards. Raises kvbench.cache.layer.CacheFull past what the cache was built for.
+    The method evicts or quantises afterwards. Raises UserError for ids that do not continue the cache's batch, and
+    kvbench.cache.layer.CacheFull past what the cache was built for; the cache is as before then.
     """
     check_ids(ids)
     with kvbench_attention(model):
@@ -21,8 +23,10 @@ def step(model: PreTrainedModel, ids: Tensor, cache: AnyCache, logits_to_keep: i
             cache.ids = torch.cat([cache.ids, ids], dim=1)
             cache.positions_processed += cache.ids.shape[1]
             return forward(model, cache.ids, None, logits_to_keep or ids.shape[1])
+        cache.check_room(ids)
+        logits = forward(model, ids, cache, logits_to_keep)
         cache.positions_processed += ids.shape[1]
-        return forward(model, ids, cache, logits_to_keep)
+        return logits
 
 
 @torch.inference_mode()
@@ -33,7 +37,13 @@ def generate(model: PreTrainedModel, ids: Tensor | None, cache: AnyCache, max_ne
     Args:
         ids: [B, q], fed through the cache first (a question, say); None to go on from the prompt itself.
         eos_token_id: stop once every row has produced it; later tokens of a finished row repeat it.
+
+    Raises UserError for max_new_tokens below 1, and for ids=None where the cache has moved on from its prompt.
     """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}; type max_new_tokens=1 or more")
+    if ids is None and cache.positions_processed > cache.prompt_tokens:
+        raise UserError("the cache has been fed since its prompt; give the ids that follow, the last new token at least")
     logits = cache.last_logits if ids is None else step(model, ids, cache)[:, -1]
     tokens: list[Tensor] = []
     finished = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvbench.cache.observe import ColumnSums, Observation
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule
+from kvbench.cache.rule import KEEP, KeepRule, is_whole
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Combine, combine_heads
 
@@ -30,7 +30,7 @@ class H2O(KeepRule):
     def __post_init__(self) -> None:
         if self.combine not in ("sum", "mean", "max"):
             raise UserError(f"variant={self.combine} is not a way to combine heads for H2O; type sum, mean or max")
-        if self.recent is not None and (isinstance(self.recent, bool) or self.recent < 1):
+        if self.recent is not None and (not is_whole(self.recent) or self.recent < 1):
             raise UserError(f"window={self.recent} recent tokens for H2O; type window=1 or more")
         super().__post_init__()
 

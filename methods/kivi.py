@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.groups import Groups, check_groups
+from kvbench.cache.rule import is_whole
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Part
@@ -32,10 +33,10 @@ class Kivi(Store):
 
     def __post_init__(self) -> None:
         check_groups("KIVI", self.group_size, self.k_bits, self.v_bits)
-        if self.residual_length < self.group_size or self.residual_length % self.group_size:
+        if not is_whole(self.residual_length) or self.residual_length < 1 or self.residual_length % self.group_size:
             raise UserError(
                 f"residual={self.residual_length} is not a multiple of group={self.group_size}; "
-                f"type residual={max(1, self.residual_length // self.group_size) * self.group_size}, for example"
+                f"type residual={4 * self.group_size}, for example"
             )
 
     def check(self, key_dim: int, value_dim: int) -> None:
@@ -50,9 +51,9 @@ class KiviSlots(Slots):
 
     def __init__(self, store: Kivi, shape: SlotShape) -> None:
         self.residual_length = r = store.residual_length
+        self.keys = Groups("token", store.k_bits, store.group_size, shape.slots // r * r, shape.key_dim, shape)
+        self.values = Groups("channel", store.v_bits, store.group_size, max(0, shape.slots - r), shape.value_dim, shape)
         lead = (shape.batch, shape.kv_heads)
-        self.keys = Groups("token", store.k_bits, store.group_size, shape.slots // r * r, shape.key_dim, *lead, shape.device)  # fmt: skip
-        self.values = Groups("channel", store.v_bits, store.group_size, max(0, shape.slots - r), shape.value_dim, *lead, shape.device)  # fmt: skip
         rows = min(r + shape.step, shape.slots)
         self.key_residual = torch.empty(*lead, rows, shape.key_dim, dtype=shape.dtype, device=shape.device)
         self.value_ring = torch.empty(*lead, rows, shape.value_dim, dtype=shape.dtype, device=shape.device)

@@ -37,9 +37,8 @@ class PerTokenSlots(Slots):
     """Codes of every slot's key and value."""
 
     def __init__(self, store: PerToken, shape: SlotShape) -> None:
-        lead = (shape.batch, shape.kv_heads)
-        self.keys = Groups("channel", store.k_bits, store.group_size, shape.slots, shape.key_dim, *lead, shape.device)
-        self.values = Groups("channel", store.v_bits, store.group_size, shape.slots, shape.value_dim, *lead, shape.device)  # fmt: skip
+        self.keys = Groups("channel", store.k_bits, store.group_size, shape.slots, shape.key_dim, shape)
+        self.values = Groups("channel", store.v_bits, store.group_size, shape.slots, shape.value_dim, shape)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         self.keys.append(key)

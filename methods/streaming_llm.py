@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.rule import KEEP, KeepRule
+from kvbench.cache.rule import KEEP, KeepRule, is_whole
 from kvbench.errors import UserError
 
 VARIANTS = ("in_cache", "absolute")
@@ -26,7 +26,7 @@ class StreamingLLM(KeepRule):
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
             raise UserError(f"variant={self.variant} is unknown to StreamingLLM; type {' or '.join(VARIANTS)}")
-        if isinstance(self.n_sink, bool) or self.n_sink < 0:
+        if not is_whole(self.n_sink) or self.n_sink < 0:
             raise UserError(f"sinks={self.n_sink} for StreamingLLM; type sinks=0 or more (the paper's is sinks=4)")
         super().__post_init__()
 

@@ -50,7 +50,7 @@ def attention(
         raise UserError(f"{type(module).__name__} does not attend causally; kvbench measures causal language models")
     unknown = sorted(name for name in ("position_bias", "alibi", "head_mask") if kwargs.get(name) is not None)
     if unknown:
-        raise UserError(f"{type(module).__name__} adds {', '.join(unknown)} to its scores, which kvbench does not apply")
+        raise UserError(f"{type(module).__name__} adds {', '.join(unknown)} to its scores; kvbench does not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     scoring = Scoring(scale, softcap or None, sliding_window or None, s_aux)
     if isinstance(key, Attends):

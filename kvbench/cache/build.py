@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.observe import Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, KeepRule, SlidingWindow, keep_best
@@ -42,17 +43,18 @@ class Method:
 class KVCache(Cache):
     """A compressed cache, ready to decode after its prompt.
 
-    last_logits: [B, V], what the model predicts after the prompt. positions_processed: token positions run through
-    the model with this cache, the prompt not counted. compress_ms: wall time of building it.
+    last_logits: [B, V], what the model predicts after the prompt. positions_processed: token positions of a row that
+    were run through the model for this cache, the prompt's first. compress_ms: wall time of building it.
     """
 
     layers: list[SlotLayer]
+    kernel_name = "reference"
 
     def __init__(self, layers: list[SlotLayer], last_logits: Tensor, prompt_tokens: int) -> None:
         super().__init__(layers=layers)
         self.last_logits = last_logits
         self.prompt_tokens = prompt_tokens
-        self.positions_processed = 0
+        self.positions_processed = prompt_tokens
         self.compress_ms = 0.0
 
     @property
@@ -71,6 +73,15 @@ class KVCache(Cache):
         layers = self.compressible or self.layers
         return sum(layer.kept for layer in layers) / len(layers)
 
+    def check_room(self, ids: Tensor) -> None:
+        """Raise UserError unless ids [B, q] continue this batch, and CacheFull unless they fit: in every layer, so
+        that none has changed when one of them is full."""
+        batch = self.last_logits.shape[0]
+        if ids.shape[0] != batch:
+            raise UserError(f"ids has {ids.shape[0]} rows and the cache {batch}; give one row for each prompt")
+        for layer in self.layers:
+            layer.check_room(ids.shape[1])
+
     def buffers(self) -> Iterator[Buffer]:
         """Every tensor that the cache holds."""
         for layer in self.layers:
@@ -82,12 +93,12 @@ class PrefixCache:
 
     has_compressed = False
     compress_ms = 0.0
+    kernel_name = "sdpa"
 
     def __init__(self, ids: Tensor, last_logits: Tensor) -> None:
         self.ids = ids
         self.last_logits = last_logits
-        self.prompt_tokens = ids.shape[1]
-        self.positions_processed = 0
+        self.prompt_tokens = self.positions_processed = ids.shape[1]
 
     @property
     def kept_tokens(self) -> float:
@@ -116,7 +127,8 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
         started = clock(ids.device)
         logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
         elapsed_ms = 1e3 * (clock(ids.device) - started)
-    layers, observe_ms = [], {}
+    layers: list[LayerRecord] = []
+    observe_ms: dict[Observation, float] = {}
     for layer in cache.layers:
         if not isinstance(layer, RecordLayer) or layer.record is None:
             raise UserError(f"{type(model).__name__} has layers that keep no keys and values of their own")
@@ -128,16 +140,22 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
 
 @torch.inference_mode()
 def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | Tensor,
-                max_new_tokens: int = 256, max_step: int = 1) -> AnyCache:  # fmt: skip
+                max_new_tokens: int = 256, max_step: int = 1, kernel: str = "auto") -> AnyCache:  # fmt: skip
     """A method's cache of a prompt; copies from the record, never aliases it.
 
     Args:
         prompt: the record of `prefill` (made with this method's rule among `rules`), or ids [B, T] to prefill here.
         max_new_tokens: tokens that will be fed afterwards, at most. max_step: most tokens in one forward of those.
+        kernel: which decode attention to use.
 
     Raises UserError where the method does not fit the model or the prompt.
     """
+    if max_new_tokens < 0 or max_step < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}, max_step={max_step}; give 0 or more, and 1 or more")
     record = prefill(model, prompt, [method.rule]) if isinstance(prompt, Tensor) else prompt
+    missing = [observation for observation in method.rule.observations() if observation not in record.observe_ms]
+    if missing:
+        raise UserError(f"the record lacks {missing} for {method.rule.name}; type prefill(model, ids, [method.rule])")
     if method.rule.needs_ids:
         return PrefixCache(record.ids.clone(), record.logits.clone())
     method.check_combination()

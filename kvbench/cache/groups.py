@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.cache.store import Buffer, scatter_rows
+from kvbench.cache.rule import is_whole
+from kvbench.cache.store import Buffer, SlotShape, scatter_rows
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Axis, Packed
 from kvbench.kernels.quantise import BITS, pack, quantise
@@ -21,15 +22,14 @@ class Groups:
     length: rows held.
     """
 
-    def __init__(self, axis: Axis, bits: int, group_size: int, rows: int, width: int,
-                 batch: int, heads: int, device: torch.device) -> None:  # fmt: skip
+    def __init__(self, axis: Axis, bits: int, group_size: int, rows: int, width: int, shape: SlotShape) -> None:
         self.axis: Axis = axis
         self.bits, self.group_size, self.length = bits, group_size, 0
         grid = (rows // group_size, width) if axis == "token" else (rows, width // group_size)
-        code_bytes = group_size * bits // 8
-        self.codes = torch.empty(batch, heads, *grid, code_bytes, dtype=torch.uint8, device=device)
-        self.scale = torch.empty(batch, heads, *grid, dtype=torch.float16, device=device)
-        self.minimum = torch.empty(batch, heads, *grid, dtype=torch.float16, device=device)
+        lead, device = (shape.batch, shape.kv_heads), shape.device
+        self.codes = torch.empty(*lead, *grid, group_size * bits // 8, dtype=torch.uint8, device=device)
+        self.scale = torch.empty(*lead, *grid, dtype=torch.float16, device=device)
+        self.minimum = torch.empty(*lead, *grid, dtype=torch.float16, device=device)
 
     def _encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes and pair of rows [B, Hkv, n, D], laid out as the buffers are."""
@@ -75,9 +75,9 @@ class Groups:
 def check_groups(who: str, group_size: int, *bits: int, head_dim: int | None = None) -> None:
     """Raise UserError for a group size or code width that cannot be packed, or that does not divide the head."""
     for width in bits:
-        if isinstance(width, bool) or width not in BITS:
+        if not is_whole(width) or width not in BITS:
             raise UserError(f"bits={width} for {who}; type bits=8, bits=4 or bits=2")
-    if isinstance(group_size, bool) or group_size < SMALLEST_GROUP or group_size % SMALLEST_GROUP:
+    if not is_whole(group_size) or group_size < SMALLEST_GROUP or group_size % SMALLEST_GROUP:
         raise UserError(f"group={group_size} for {who}; type a multiple of {SMALLEST_GROUP}, for example group=32")
     if head_dim is not None and head_dim % group_size:
         fitting = [g for g in range(SMALLEST_GROUP, head_dim + 1, SMALLEST_GROUP) if head_dim % g == 0]

@@ -35,7 +35,7 @@ class SlotLayer(CacheLayerMixin):
                  scores: Tensor | None, step: int, rotate_back: RotateBack | None) -> None:  # fmt: skip
         super().__init__()
         self.index, self.slots, self.rule, self.budget = index, slots, rule, budget
-        self.position, self.scores, self.rotate_back = position, scores, rotate_back
+        self.position, self.scores, self.step, self.rotate_back = position, scores, step, rotate_back
         width = 0 if budget is None else step
         self.free = torch.zeros(*position.shape[:2], width, dtype=torch.int64, device=position.device)
         self.n_free = self.kept = self.seen = self.evicted = 0
@@ -65,17 +65,13 @@ class SlotLayer(CacheLayerMixin):
         self.kept, self.seen, self.evicted = n, seen, seen - n
         self.slots.settle()
 
-    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["SlotLayer", "SlotLayer"]:  # type: ignore[override]
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["SlotLayer", "SlotLayer"]:
         """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and hand on the layer itself.
 
         Raises CacheFull where they exceed what the cache was built for; nothing has changed then.
         """
         q = key.shape[2]
-        if self.kept + q > self.capacity:
-            raise CacheFull(
-                f"layer {self.index} holds {self.kept} tokens of at most {self.capacity} and got {q} more; "
-                f"build the cache with a larger max_new_tokens or max_step"
-            )
+        self.check_room(q)
         reused = min(q, self.n_free)
         if reused:
             slot = self.free[..., self.n_free - reused : self.n_free]
@@ -94,6 +90,16 @@ class SlotLayer(CacheLayerMixin):
         self.kept += q
         self.seen += q
         return self, self
+
+    def check_room(self, q: int) -> None:
+        """Raise CacheFull unless q more tokens fit in one forward."""
+        if q > self.step:
+            raise CacheFull(f"{q} tokens in one forward, of at most {self.step}; build the cache with max_step={q}")
+        if self.kept + q > self.capacity:
+            raise CacheFull(
+                f"layer {self.index} holds {self.kept} tokens of at most {self.capacity} and got {q} more; "
+                f"build the cache with a larger max_new_tokens"
+            )
 
     def _new_positions(self, first: int, stop: int) -> Tensor:
         return torch.arange(self.seen + first, self.seen + stop, dtype=torch.int32, device=self.position.device)

@@ -61,7 +61,7 @@ class RecordLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
-    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["RecordLayer", Tensor]:  # type: ignore[override]
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["RecordLayer", Tensor]:
         """Take a whole prompt, [B, Hkv, T, D] and [B, Hkv, T, Dv]."""
         if self.is_initialized:
             raise RuntimeError("a prefill record takes its prompt in one forward")

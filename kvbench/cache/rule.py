@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -118,10 +118,14 @@ class SlidingWindow(KeepRule):
     """The last `budget` tokens: what a model's own sliding-window layer needs between steps."""
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a knob's value is an integer; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_budget(budget: object) -> None:
     """Raise UserError unless `budget` is an integer >= 1 or a number strictly between 0 and 1."""
-    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-    if is_number and (isinstance(budget, int) and budget >= 1 or isinstance(budget, float) and 0 < budget < 1):
+    if (is_whole(budget) and budget >= 1) or (isinstance(budget, float) and 0 < budget < 1):
         return
     raise UserError(
         f"budget={budget} is not a budget; type a whole number of tokens (budget=256) "

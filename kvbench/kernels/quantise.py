@@ -59,7 +59,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.contiguous()
     lanes = codes.unflatten(-1, (8 // bits, codes.shape[-1] * bits // 8))
-    packed = lanes[..., 0, :].clone()
+    packed: Tensor = lanes[..., 0, :].clone()
     for i in range(1, 8 // bits):
         packed |= lanes[..., i, :] << (bits * i)
     return packed

@@ -46,7 +46,8 @@ def attend(
     if visible is not None:
         scores = scores.masked_fill(~visible.unsqueeze(2), -torch.inf)
     probabilities = softmax_with_sinks(scores, scoring.sink_logits)
-    flat, output, start = probabilities.flatten(2, 3), None, 0
+    flat, start = probabilities.flatten(2, 3), 0
+    output: Tensor | None = None
     for part in values:
         partial = flat[..., start : start + part.length] @ part.read(dtype)
         output = partial if output is None else output + partial
@@ -58,11 +59,12 @@ def attend(
 
 def _fold(query: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, q, D] -> [B, Hkv, Hq/Hkv * q, D]: the heads that share keys become rows of one product."""
-    return query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    folded: Tensor = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return folded
 
 
 def _first_rows(keys: Sequence[Part], n: int, dtype: torch.dtype) -> Tensor:
-    rows = []
+    rows: list[Tensor] = []
     for part in keys:
         take = min(n - sum(r.shape[-2] for r in rows), part.length)
         if take:

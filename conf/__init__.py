@@ -1,0 +1,1 @@
+"""Hydra's config groups, as package data: `config_path="pkg://kvbench.conf"`."""

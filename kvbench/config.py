@@ -1,0 +1,171 @@
+"""From Hydra's config to the methods of a run: composing `compare`, reading knobs, refusing contradictions.
+
+No torch here: a wrong name is answered before anything slow is imported.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.errors import UserError
+
+KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
+"""Root keys that methods and stores read by interpolation; each is a column of the row."""
+
+ARCHITECTURES = {
+    "mha": "model.id=meta-llama/Llama-2-7b-hf (as many KV heads as query heads)",
+    "gqa": "model=smollm2-135m (3 KV heads for 9 query heads)",
+    "mqa": "model.id=google/gemma-3-270m (1 KV head)",
+    "mla": "model.id=deepseek-ai/DeepSeek-V2-Lite (a latent)",
+}
+
+MEASURES = {
+    "perplexity": "NLL, KL and top-1 against the full cache, token by token through the compressed cache",
+    "needle": "a number hidden in a long text: found or not, by length and depth",
+    "memory": "bytes really held, by part, and the peaks of prefill and decode",
+    "latency": "prefill, compression and decode ms a token, over contexts",
+}
+
+OmegaConf.register_new_resolver("default", lambda value, other: other if value is None else value, replace=True)
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One method of a run, resolved: what to instantiate, and the knobs that its rows carry.
+
+    rule, slots: nodes with a `_target_`. columns: knobs that are columns of the row. others: the remaining ones.
+    """
+
+    name: str
+    store: str
+    rule: dict[str, Any]
+    slots: dict[str, Any]
+    columns: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name == "full" and self.store == "dense"
+
+    @property
+    def label(self) -> str:
+        """As `compare` takes it: h2o, h2o+int4."""
+        return self.name if self.store in ("dense", self.name) else f"{self.name}+{self.store}"
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """What can change the method's numbers, and nothing else."""
+        return {"name": self.name, "store": self.store, "rule": self.rule, "slots": self.slots}
+
+
+def method_configs(config: DictConfig, overrides: list[str]) -> list[MethodConfig]:
+    """The methods of a run, the full cache first.
+
+    `overrides` are the task's own, as typed. Must be called where Hydra is initialised (its task, or a context).
+    Raises UserError for contradictions; Hydra's errors for unknown names pass through.
+    """
+    if config.compare is None:
+        found = [method_config(config)]
+    else:
+        found = [method_config(entry) for entry in _compose_entries(config.compare, overrides)]
+    if not any(method.is_baseline for method in found):
+        common = _without(overrides, "compare", "method", "store")
+        found.insert(0, method_config(compose("config", [*common, "method=full", "store=dense"])))
+    found.sort(key=lambda method: not method.is_baseline)
+    return list({json.dumps(method.effective, sort_keys=True): method for method in found}.values())
+
+
+def _compose_entries(compare: Any, overrides: list[str]) -> Iterator[DictConfig]:
+    entries = list(compare) if not isinstance(compare, str) else [compare]
+    if not entries or not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise UserError(f"compare={compare} lists no methods; type compare='[full,h2o,h2o+int4]'")
+    given = {_key(override) for override in overrides}
+    if "store" in given:
+        raise UserError("compare=... with store=... is ambiguous; write h2o+int4 in the list instead")
+    if "method" in given:
+        raise UserError("compare=... with method=... is ambiguous; put the method into the list")
+    common = _without(overrides, "compare")
+    for entry in entries:
+        yield compose("config", [*common, *entry_overrides(entry)])
+
+
+def entry_overrides(entry: str) -> list[str]:
+    """`h2o` -> [method=h2o]; `h2o+int4` -> [method=h2o, store=int4]; `method=h2o budget=256` -> its words."""
+    if "=" in entry:
+        words = entry.split()
+        if not any(word.startswith("method=") for word in words):
+            raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")
+        return words
+    method, _, store = entry.strip().partition("+")
+    if not re.fullmatch(r"[\w.-]+", method) or (("+" in entry) and not re.fullmatch(r"[\w.-]+", store)):
+        raise UserError(f"compare entry '{entry}' is not METHOD, METHOD+STORE or a list of overrides")
+    return [f"method={method}", *([f"store={store}"] if store else [])]
+
+
+def _key(override: str) -> str:
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def _without(overrides: list[str], *keys: str) -> list[str]:
+    return [override for override in overrides if _key(override) not in keys]
+
+
+def method_config(config: DictConfig) -> MethodConfig:
+    """The one method that a composed config describes. Raises UserError where its parts contradict each other."""
+    name, store = config.method.name, config.store.name
+    fixed_store = OmegaConf.select(config, "method.fixed.store")
+    if fixed_store is not None and store != fixed_store:
+        raise UserError(f"method={name} brings its own store ({fixed_store}); leave store={store} away")
+    for knob, value in (OmegaConf.select(config, "store.fixed") or {}).items():
+        if config[knob] is not None and config[knob] != value:
+            family = store.rstrip("0123456789")
+            raise UserError(f"{knob}={config[knob]} contradicts {store}, which is {value} bits; "
+                            f"leave {knob} away, or choose another of the {family} family")  # fmt: skip
+    rule, slots = config.method.rule, config.store.slots
+    columns: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for node in (rule, slots):
+        resolved = OmegaConf.to_container(node, resolve=True)
+        assert isinstance(resolved, dict)
+        for key, raw in (OmegaConf.to_container(node, resolve=False) or {}).items():  # type: ignore[union-attr]
+            knob = next(iter(re.findall(r"\$\{(\w+)\}", str(raw))), None)
+            if key == "_target_":
+                continue
+            target, at = (columns, knob) if knob in KNOBS else (others, str(key))
+            target[str(at)] = resolved[key]
+            if key in ("k_bits", "v_bits"):
+                columns[str(key)] = resolved[key]
+    if "k_bits" in columns:
+        same = columns["k_bits"] == columns.get("v_bits")
+        columns["bits"] = columns["k_bits"] if same else None
+    return MethodConfig(name, store, _plain(rule), _plain(slots), columns, others)
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def check_measures(measures: Any) -> list[str]:
+    """`measure` as a list of known names. Raises UserError otherwise."""
+    names = [measures] if isinstance(measures, str) else list(measures or [])
+    for name in names:
+        if name not in MEASURES:
+            raise UserError(f"measure={name} is unknown{did_you_mean(str(name), MEASURES)}; "
+                            f"choose from {', '.join(MEASURES)}")  # fmt: skip
+    if not names:
+        raise UserError(f"measure=[] measures nothing; choose from {', '.join(MEASURES)}")
+    return list(dict.fromkeys(names))
+
+
+def did_you_mean(word: str, known: Mapping[str, Any] | list[str]) -> str:
+    """` (did you mean h2o?)`, or nothing where nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,0 +1,1 @@
+"""The measures. Each is a generator of findings; none knows another."""

@@ -1,0 +1,84 @@
+"""What every measure is given: the model, the methods, the text, and where failures go."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.build import Method
+from kvbench.model import LoadedModel
+from kvbench.progress import Progress
+from kvbench.results import Row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method of the run, and the row that all its numbers start from. `label` is unique in the run."""
+
+    method: Method
+    label: str
+    row: Row
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.row.method == "full" and self.row.store == "dense"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Rows and samples that are complete and can be written."""
+
+    rows: list[Row] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Bench:
+    """loaded: the model. entries: the methods, baseline first. tokens: the text, int64 [N], without special tokens.
+
+    failures: label and row of the cells that could not be measured. `kernel` is what build_cache is asked for.
+    """
+
+    loaded: LoadedModel
+    entries: list[Entry]
+    tokens: Tensor
+    progress: Progress
+    kernel: str = "auto"
+    save_tokens: bool = False
+    seed: int = 0
+    failures: list[tuple[str, Row]] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
+
+    @property
+    def baseline(self) -> Entry:
+        return self.entries[0]
+
+    @contextmanager
+    def cell(self, entry: Entry, measure: str, **where: Any) -> Iterator[None]:
+        """A block that may fail without ending the run: the failure becomes a row with its status and reason.
+
+        `where` are columns of the row (context=, depth=). User errors and interrupts pass through.
+        """
+        try:
+            yield
+        except Exception as error:  # any failure of one cell is a result, reported, and must not cost the others
+            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+            status = "oom" if out_of_memory else "failed"
+            note = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.failures.append((entry.label, replace(entry.row, measure=measure, status=status, note=note, **where)))
+            self.tracebacks.append(f"{entry.label} {measure} {where}\n{traceback.format_exc()}")
+            if out_of_memory and torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def failed(self, entry: Entry, measure: str, **where: Any) -> bool:
+        """Whether that method has failed in that measure (at that place) already."""
+        return any(
+            label == entry.label and row.measure == measure
+            and all(getattr(row, key) == value for key, value in where.items())
+            for label, row in self.failures
+        )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Latency: prefill, observation and compression apart, then decode ms a token over contexts.
+
+The caches of all methods are built from one record and decode in turns of 16 steps, so that a drift of the machine
+hits all alike. Every timed step is synchronised on both sides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvbench.cache.account import held_bytes
+from kvbench.cache.build import AnyCache, PrefixCache, build_cache, prefill
+from kvbench.cache.record import PrefillRecord, clock
+from kvbench.decode import step
+from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.results import Row
+from kvbench.settings import Latency
+
+ROUND = 16
+"""Steps that a method runs before the next one's turn."""
+
+RECOMPUTE_STEPS = 16
+"""Without a cache every step costs a prefill: this many are timed, at most."""
+
+
+@dataclass
+class Timed:
+    """One method at one context."""
+
+    entry: Entry
+    cache: AnyCache
+    observe_ms: float
+    first_ms: float = 0.0
+    step_ms: list[float] = field(default_factory=list)
+    fed: int = 0
+
+    def affordable(self, count: int) -> int:
+        """Steps of a turn of `count` that this method gets to run."""
+        if not isinstance(self.cache, PrefixCache):
+            return count
+        return max(0, min(count, 1 if not self.fed else RECOMPUTE_STEPS - len(self.step_ms)))
+
+    def turn(self, bench: Bench, ids: Tensor, steps: int, timed: bool) -> None:
+        """Feed the next `steps` tokens of ids [1, N], one at a time."""
+        device = ids.device
+        for _ in range(steps):
+            token = ids[:, self.fed : self.fed + 1]
+            started = clock(device)
+            step(bench.loaded.model, token, self.cache)
+            elapsed = 1e3 * (clock(device) - started)
+            self.first_ms = self.first_ms or elapsed
+            self.fed += 1
+            if timed:
+                self.step_ms.append(elapsed)
+
+
+def latency(bench: Bench, settings: Latency) -> Iterator[Finding]:
+    """One finding a context, then the slopes over contexts."""
+    medians: dict[str, list[tuple[int, float]]] = {entry.label: [] for entry in bench.entries}
+    for context in settings.contexts:
+        steps = settings.warmup + settings.steps
+        with bench.progress.phase(f"latency {context}", steps * len(bench.entries)) as advance:
+            record, runs = _build(bench, context, steps)
+            ids = bench.tokens[context : context + steps].unsqueeze(0).to(bench.loaded.device)
+            rounds = [min(ROUND, settings.steps - first) for first in range(0, settings.steps, ROUND)]
+            for turn, count in enumerate([settings.warmup, *rounds]):
+                for run in runs:
+                    if not bench.failed(run.entry, "latency", context=context):
+                        with bench.cell(run.entry, "latency", context=context):
+                            run.turn(bench, ids, run.affordable(count), timed=turn > 0)
+                    advance(count)
+        done = [run for run in runs if not bench.failed(run.entry, "latency", context=context) and run.step_ms]
+        for run in done:
+            medians[run.entry.label].append((context, float(np.median(run.step_ms))))
+        yield Finding([row for run in done for row in _rows(bench, run, record, context)])
+    yield Finding([row for entry in bench.entries for row in _slope(entry, medians[entry.label])])
+
+
+def _build(bench: Bench, context: int, steps: int) -> tuple[PrefillRecord, list[Timed]]:
+    ids = bench.tokens[:context].unsqueeze(0).to(bench.loaded.device)
+    prefill(bench.loaded.model, ids[:, : min(64, context)])  # first-call costs are not the prompt's
+    record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries])
+    runs = []
+    for entry in bench.entries:
+        with bench.cell(entry, "latency", context=context):
+            cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=steps, kernel=bench.kernel)
+            observed = sum(record.observe_ms[o] for o in dict.fromkeys(entry.method.rule.observations()))
+            runs.append(Timed(entry, cache, observed))
+    return record, runs
+
+
+def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int) -> list[Row]:
+    times = np.array(run.step_ms)
+    kernel = run.cache.kernel_name
+    base = replace(run.entry.row, measure="latency", context=context, batch=1, protocol="interleaved", kernel=kernel)
+    p50, p90, p99 = np.percentile(times, [50, 90, 99])
+    once = [("prefill_ms", record.prefill_ms), ("observe_ms", run.observe_ms), ("compress_ms", run.cache.compress_ms),
+            ("ttft_ms", record.prefill_ms + run.observe_ms + run.cache.compress_ms + run.first_ms)]  # fmt: skip
+    rows = [replace(base, metric=metric, value=value, unit="ms", n=1) for metric, value in once]
+    for metric, value in (("tpot_p50_ms", p50), ("tpot_p90_ms", p90), ("tpot_p99_ms", p99)):
+        rows.append(replace(base, metric=metric, value=float(value), unit="ms", n=len(times)))
+    read = weight_bytes(bench.loaded.model) + held_bytes(run.cache.buffers()).used
+    rows.append(replace(base, metric="read_gb_per_s", value=read / 1e6 / float(p50), unit="GB/s", n=len(times),
+                        note="weights and kept tokens, read once a step"))  # fmt: skip
+    if isinstance(run.cache, PrefixCache):
+        rows.pop()
+    for metric, unit, value in (
+        ("engaged", "share", float(run.cache.has_compressed)), ("kept_tokens", "tokens", run.cache.kept_tokens),
+        ("positions_processed", "positions", float(run.cache.positions_processed)),
+    ):  # fmt: skip
+        rows.append(replace(base, metric=metric, value=value, unit=unit, n=1))
+    return rows
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters, shared ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _slope(entry: Entry, medians: list[tuple[int, float]]) -> list[Row]:
+    """Least-squares slope of the median step over contexts, ms per 1,000 context tokens."""
+    if len(medians) < 2:
+        return []
+    contexts, times = zip(*medians, strict=True)
+    slope = float(np.polyfit(np.array(contexts) / 1000, np.array(times), 1)[0])
+    note = "contexts " + ", ".join(map(str, contexts))
+    return [replace(entry.row, measure="latency", metric="slope_ms_per_1k", value=slope, unit="ms", n=len(medians),
+                    protocol="interleaved", note=note)]  # fmt: skip

@@ -1,0 +1,158 @@
+"""Memory: bytes that a cache really holds, by part, and the peaks of prefill and decode apart."""
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvbench.cache.account import Held, held_bytes
+from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
+from kvbench.decode import step
+from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.results import Row
+from kvbench.settings import Memory
+
+PARTS = ("dense", "codes", "scales", "residual", "scores", "positions")
+
+
+@dataclass
+class Peak:
+    """Highest bytes during a phase, above what was there when it began, and how that was found out."""
+
+    bytes: int = 0
+    source: str = ""
+
+
+def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
+    """One finding a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
+
+    Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's.
+    """
+    for context in settings.contexts:
+        with bench.progress.phase(f"memory {context}", len(bench.entries)) as advance:
+            for entry in bench.entries:
+                with bench.cell(entry, "memory", context=context):
+                    yield Finding(_measure(bench, entry, context, settings.tokens))
+                advance()
+
+
+def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
+    model, device = bench.loaded.model, bench.loaded.device
+    ids = bench.tokens[: context + tokens].unsqueeze(0).to(device)
+    with peak(device) as prefill_peak:
+        record = prefill(model, ids[:, :context], [entry.method.rule])
+        cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
+    itemsize = record.layers[0].key.element_size()
+    numbers = sum(layer.key[:, :, :1].numel() + layer.value[:, :, :1].numel() for layer in record.layers)
+    del record
+    with peak(device) as decode_peak:
+        for t in range(tokens):
+            step(model, ids[:, context + t : context + t + 1], cache)
+    base = replace(entry.row, measure="memory", context=context, batch=1, n=1, protocol="prefill_decode")
+    seen = context + tokens
+    held = held_bytes(cache.buffers())
+    rows = _held_rows(base, cache, held, seen, numbers * seen, itemsize)
+    for metric, phase in (("peak_prefill_bytes", prefill_peak), ("peak_decode_bytes", decode_peak)):
+        note = f"{phase.source}, above what was held before the phase"
+        rows.append(replace(base, metric=metric, value=float(phase.bytes), unit="bytes", note=note))
+    return rows
+
+
+def _held_rows(base: Row, cache: AnyCache, held: Held, seen: int, values: int, itemsize: int) -> list[Row]:
+    """seen: tokens fed. values: numbers that a full cache of them holds, of `itemsize` bytes each."""
+    dense = values * itemsize
+    found: list[tuple[str, float, str]] = [
+        ("held_bytes", held.held, "bytes"), ("slack_bytes", held.slack, "bytes"), ("dense_bytes", dense, "bytes"),
+        *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
+        ("engaged", float(cache.has_compressed), "share"), ("kept_tokens", cache.kept_tokens, "tokens"),
+        ("positions_processed", cache.positions_processed, "positions"),
+    ]  # fmt: skip
+    if held.used:
+        share = cache.kept_tokens / seen
+        found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / (values * share), "bits")]
+    bounded = len(cache.layers) - len(cache.compressible) if isinstance(cache, KVCache) else 0
+    note = f"{bounded} sliding-window layers left alone" if bounded else None
+    return [replace(base, metric=metric, value=float(value), unit=unit, note=note) for metric, value, unit in found]
+
+
+@contextmanager
+def peak(device: torch.device) -> Iterator[Peak]:
+    """Highest memory inside the block above its start.
+
+    On a GPU the allocator's count. On a CPU the process's VmHWM, reset through /proc/self/clear_refs; where that
+    cannot be written, the resident size sampled every 2 ms, which can miss short peaks.
+    """
+    found = Peak()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.bytes, found.source = torch.cuda.max_memory_allocated(device) - before, "CUDA allocator"
+        return
+    _give_back_freed_memory()
+    if _reset_high_water_mark():
+        before = _status_bytes("VmRSS")
+        yield found
+        found.bytes, found.source = max(0, _status_bytes("VmHWM") - before), "VmHWM of the process"
+        return
+    with _sampled(found):
+        yield found
+
+
+def _give_back_freed_memory() -> None:
+    """Freed memory that the C library keeps would be taken again unseen, and the peak come out too low."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
+def _reset_high_water_mark() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    except OSError:
+        return False
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+@contextmanager
+def _sampled(found: Peak) -> Iterator[None]:
+    done = threading.Event()
+    before = highest = _resident_bytes()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.is_set():
+            highest = max(highest, _resident_bytes())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        found.bytes, found.source = max(0, highest - before), "resident size, sampled every 2 ms"
+
+
+def _resident_bytes() -> int:
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,85 @@
+"""The settings of each measure, checked. A `perplexity:` node becomes a `Perplexity`."""
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from kvbench.errors import UserError
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`windows` windows of `context` prompt tokens and `tokens` scored ones, `batch` windows at a time."""
+
+    context: int
+    tokens: int
+    windows: int
+    batch: int
+
+    @property
+    def longest(self) -> int:
+        return self.context + self.tokens
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Prompts of each length with a needle at each depth, `samples` of each kind, `batch` at a time."""
+
+    lengths: list[int]
+    depths: list[float]
+    samples: int
+    question: Literal["after", "before"]
+    batch: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes after each context and `tokens` decoded tokens."""
+
+    contexts: list[int]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Decode times after each context: `warmup` discarded steps, then `steps` timed ones."""
+
+    contexts: list[int]
+    steps: int
+    warmup: int
+
+
+Settings = TypeVar("Settings", Perplexity, Needle, Memory, Latency)
+
+
+def read_settings(kind: type[Settings], name: str, node: Mapping[str, Any]) -> Settings:
+    """A settings object from the config node `name`. Raises UserError, naming the key, for a value of a wrong kind."""
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(node) - set(hints))
+    if unknown:
+        raise UserError(f"{name}.{unknown[0]} is no setting; choose from {', '.join(f.name for f in fields(kind))}")
+    return kind(**{key: _checked(f"{name}.{key}", node.get(key), hint) for key, hint in hints.items()})
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise UserError(f"{key}={value} is unknown; type {' or '.join(f'{key}={choice}' for choice in choices)}")
+        return value
+    if typing.get_origin(hint) is list:
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        if not items:
+            raise UserError(f"{key}=[] lists nothing; type at least one value")
+        return [_checked(key, item, typing.get_args(hint)[0]) for item in items]
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise UserError(f"{key}={value} is not a depth; type numbers from 0 to 1")
+        return float(value)
+    lowest = 0 if key.endswith("warmup") else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise UserError(f"{key}={value} is not a whole number of at least {lowest}; type {key}=16, for example")
+    return value
+
+

@@ -1,0 +1,43 @@
+"""kvbench: what each way of shrinking a KV cache costs in quality and gives in memory and speed.
+
+For a prompt of your own: `load_model`, `load_method`, `prefill`, `build_cache`, `generate`; for results on disk: `load`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbench.api import load_method, load_model
+    from kvbench.cache.build import build_cache, prefill
+    from kvbench.decode import generate
+    from kvbench.results import load
+
+__version__ = "0.1.0"
+__all__ = ["build_cache", "generate", "load", "load_method", "load_model", "prefill"]
+
+# `kvbench.methods` and `kvbench.conf` lie beside this folder in a checkout, inside it once installed.
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "methods").is_dir() and (_checkout / "conf").is_dir():
+    __path__.append(str(_checkout))
+
+_HOMES = {
+    "build_cache": "kvbench.cache.build",
+    "prefill": "kvbench.cache.build",
+    "generate": "kvbench.decode",
+    "load_method": "kvbench.api",
+    "load_model": "kvbench.api",
+    "load": "kvbench.results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for:
+
+    `import kvbench` alone must not cost torch's seconds.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

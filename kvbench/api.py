@@ -1,0 +1,44 @@
+"""The names of the config as Python objects, for prompts of your own."""
+
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.cache.build import Method
+from kvbench.config import entry_overrides, method_config
+from kvbench.model import LoadedModel, model_spec
+from kvbench.model import load_model as load_spec
+from kvbench.run import instantiate
+
+
+def load_method(entry: str, **knobs: Any) -> Method:
+    """A method as `compare` names it: `load_method("h2o+int4", budget=256)`, `load_method("kivi", bits=2)`.
+
+    Raises UserError for knobs that it refuses; Hydra's errors for unknown names pass through.
+    """
+    return instantiate(method_config(_composed([*entry_overrides(entry), *_overrides(knobs)])))
+
+
+def load_model(name: str = "smollm2-135m", **settings: Any) -> LoadedModel:
+    """A model of `conf/model/` with settings of its node: `load_model("hub", id="Qwen/Qwen3-0.6B")`.
+
+    Raises UserError for what is missing, damaged or unsupported.
+    """
+    config = _composed([f"model={name}", *(f"model.{override}" for override in _overrides(settings))])
+    node = OmegaConf.to_container(config.model, resolve=True)
+    if not isinstance(node, dict):
+        raise TypeError("the model node is no mapping")
+    return load_spec(model_spec({str(key): value for key, value in node.items()}))
+
+
+def _overrides(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items() if value is not None]
+
+
+def _composed(overrides: list[str]) -> DictConfig:
+    if GlobalHydra.instance().is_initialized():
+        return compose("config", overrides)
+    with initialize_config_module("kvbench.conf", version_base="1.3"):
+        return compose("config", overrides)

@@ -1,0 +1,118 @@
+"""What a config says about a model's KV cache, and which models kvbench cannot measure."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.errors import UserError
+
+SLIDING = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The facts that decide a cache's size.
+
+    Under MLA the cache holds latents: `kv_heads` is 1 and `head_dim` the latent's rank.
+    `max_positions` is None where the config names no limit.
+    `sliding_layers` counts the layers whose cache a window bounds already.
+    """
+
+    arch: str  # mha | gqa | mqa | mla | hybrid
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    n_layers: int
+    max_positions: int | None
+    sliding_layers: int
+    vocab_size: int
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Read the shape from a transformers config of a decoder-only model."""
+    query_heads: int = config.num_attention_heads
+    latent_rank = getattr(config, "kv_lora_rank", None)
+    if latent_rank is not None:
+        kv_heads, head_dim = 1, latent_rank
+    else:
+        kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+        if getattr(config, "multi_query", False):  # GPTBigCode's way of saying one
+            kv_heads = 1
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    kinds = layer_kinds(config)
+    if any(kind in RECURRENT for kind in kinds):
+        arch = "hybrid"
+    elif latent_rank is not None:
+        arch = "mla"
+    elif kv_heads == query_heads:
+        arch = "mha"
+    else:
+        arch = "mqa" if kv_heads == 1 else "gqa"
+    return ModelShape(
+        arch=arch,
+        kv_heads=kv_heads,
+        query_heads=query_heads,
+        head_dim=head_dim,
+        n_layers=config.num_hidden_layers,
+        max_positions=getattr(config, "max_position_embeddings", None),
+        sliding_layers=sum(kind in SLIDING for kind in kinds),
+        vocab_size=config.vocab_size,
+    )
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """One kind a layer, as transformers' own cache reads it: `layer_types`, else the window all share."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is not None:
+        return list(kinds)
+    if getattr(config, "sliding_window", None) is not None:
+        kind = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        kind = "chunked_attention"
+    else:
+        kind = "full_attention"
+    return [kind] * int(config.num_hidden_layers)
+
+
+def refuse_unsupported(config: Any, name: str) -> None:
+    """Raise UserError for a config that is not a decoder-only language model on its own."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{name} ({kind}) is an encoder-decoder model: kvbench measures decoder-only language models"
+        )
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"{name} ({kind}) is multimodal: kvbench measures text-only language models, give one of those"
+        )
+    # `is_decoder` alone is no sign: GPT-NeoX is causal and leaves it false.
+    if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        raise UserError(
+            f"{name} ({kind}) is an encoder without causal attention: kvbench measures causal models"
+        )
+    if getattr(config, "num_attention_heads", None) is None:
+        raise UserError(
+            f"{name} ({kind}) has no attention heads, so no KV cache to shrink: choose a transformer"
+        )
+
+
+def refuse_without_attention_interface(model_class: type, name: str) -> None:
+    """Raise UserError for a family that computes attention itself, where no cache of ours can attend.
+
+    The module of such a class never looks up transformers' `ALL_ATTENTION_FUNCTIONS` (Falcon, BLOOM, MPT).
+    The class's own `_supports_attention_backend` says less: hybrids leave it unset although their attention
+    layers do look up.
+    """
+    if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return
+    family = model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    raise UserError(
+        f"{name}: the {family} family computes attention in its own code, not through transformers' "
+        "AttentionInterface, so a compressed cache cannot be attended over; choose a family that uses it "
+        "(Llama, Qwen, Mistral, Gemma ...)"
+    )

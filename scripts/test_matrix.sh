@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# What is slow, and what needs another environment. Run after scripts/test.sh, whose .venv it uses.
+set -euo pipefail
+source "$(dirname "$0")/common.sh"
+
+set_up test
+fetch
+export OMP_NUM_THREADS=1
+
+echo "--- slow tests"
+"$python" -m pytest -n 2 --dist loadfile -m slow
+
+echo "--- the engine against the oldest supported transformers"
+oldest=5.17.0
+aside=.venv-$oldest
+if [ "$(cat "$aside/installed" 2>/dev/null)" != "$(fingerprint)" ]; then
+    rm -rf "$aside"
+    "$python" -m venv "$aside"
+    # Sees all of .venv behind its own packages, so that pip brings only what differs.
+    "$aside/bin/python" - "$PWD/.venv" <<'PYTHON'
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+own = Path(sysconfig.get_path("purelib"))
+behind = own.as_posix().replace(sys.prefix, sys.argv[1], 1)
+(own / "behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")
+PYTHON
+    "$aside/bin/python" -m pip install --quiet "transformers==$oldest"
+    fingerprint >"$aside/installed"
+fi
+"$aside/bin/python" -c "import transformers; assert transformers.__version__ == '$oldest', transformers.__file__"
+exec "$aside/bin/python" -m pytest -n 2 --dist loadfile -m "engine and not slow"

@@ -1,0 +1,174 @@
+"""Where a number came from: code, packages, machine and command, gathered without importing torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent
+PACKAGES = (
+    "kvbench", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "gguf",
+    "triton", "numpy", "scipy", "pandas", "pyarrow", "hydra-core", "omegaconf", "matplotlib",
+)  # fmt: skip
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY", "OMP_PROC_BIND",
+    "OMP_PLACES", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM",
+)  # fmt: skip
+SOURCE_SUFFIXES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
+
+
+def collect(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Everything about code and machine that a run should remember, as plain JSON types.
+
+    `command` is the argument vector to record; by default the one this process was started with.
+    """
+    return {
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(command),
+        "git": git_state(),
+        "source_hash": source_hash(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": package_versions(),
+        "cpu": {"name": cpu_name(), "logical_cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "memory_bytes": memory_bytes(),
+        "gpus": gpus(),
+        "environment": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
+    }
+
+
+def command_line(command: Sequence[str] | None = None) -> str:
+    """The command in a form that can be pasted into a shell: `python -m kvbench 'compare=[full,h2o]'`."""
+    if command is None:
+        # argv[0] of `python -m kvbench` is a file's path; orig_argv still knows the -m form.
+        command = ["python", *sys.orig_argv[1:]]
+    return shlex.join(command)
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, None if it is absent. Never imports it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that can move a number, those that are installed."""
+    versions = {name: package_version(name) for name in PACKAGES}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout this package runs from and a hash of what differs from it.
+
+    None when the package is not running from its own checkout: an installed copy may well lie inside somebody
+    else's repository, whose commit would say nothing.
+    """
+    root = PACKAGE.parent
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(os.fsdecode(top).strip()).resolve() != root:
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
+    sources = ("kvbench", "methods", "conf", "pyproject.toml")
+    diff = _output("git", "-C", str(root), "diff", "--binary", "HEAD", "--", *sources) or b""
+    untracked = _output("git", "-C", str(root), "ls-files", "-z", "--others", "--exclude-standard", "--", *sources)
+    names = sorted(name for name in (untracked or b"").split(b"\0") if name)
+    digest = hashlib.sha256(diff)
+    for name in names:
+        digest.update(name + b"\0" + _bytes_of(root / os.fsdecode(name)) + b"\0")
+    dirty = bool(diff or names)
+    return {
+        "commit": commit.decode().strip() if commit else None,
+        "dirty": dirty,
+        "diff_sha256": digest.hexdigest() if dirty else None,
+    }
+
+
+def source_hash() -> str:
+    """sha256 over the source that can change a number: `kvbench/` without `report/`, and `methods/`.
+
+    File names count relative to their package, so a checkout and a wheel of the same code agree.
+    """
+    digest = hashlib.sha256()
+    # In a wheel methods/ and conf/ lie inside the package; conf reaches the key through the effective config.
+    apart = {PACKAGE / "report", PACKAGE / "methods", PACKAGE / "conf"}
+    for label, folder in (("kvbench", PACKAGE), ("methods", _methods_folder())):
+        if folder is None:
+            continue
+        for file in sorted(folder.rglob("*")):
+            if file.suffix not in SOURCE_SUFFIXES or apart.intersection(file.parents) - {folder}:
+                continue
+            digest.update(f"{label}/{file.relative_to(folder).as_posix()}\0".encode())
+            digest.update(_bytes_of(file).replace(b"\r\n", b"\n") + b"\0")
+    return digest.hexdigest()
+
+
+def _methods_folder() -> Path | None:
+    spec = find_spec("kvbench.methods")  # locates, does not import
+    locations = list(spec.submodule_search_locations or []) if spec is not None else []
+    beside = [PACKAGE / "methods", PACKAGE.parent / "methods"]
+    candidates = [Path(locations[0]).resolve()] if locations else beside
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def cpu_name() -> str:
+    """Marketing name of the processor; the architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def gpus() -> list[dict[str, str]]:
+    """One entry per NVIDIA GPU as nvidia-smi prints it: name, uuid, driver, memory in MiB. [] without one."""
+    fields = ("name", "uuid", "driver_version", "memory.total")
+    text = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    if text is None:
+        return []
+    names = ("name", "uuid", "driver", "memory_mib")
+    lines = [[cell.strip() for cell in line.split(",")] for line in text.decode(errors="replace").splitlines()]
+    return [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
+
+
+def memory_bytes() -> int | None:
+    """Physical memory of the machine in bytes; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _usable_cores() -> int | None:
+    # A container or a Slurm job often owns fewer cores than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _output(*command: str) -> bytes | None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""

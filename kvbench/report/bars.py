@@ -1,0 +1,97 @@
+"""Time per output token and held bytes at a single context: one bar a method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from kvbench.report import panels, units
+from kvbench.report.panels import Drawn
+from kvbench.report.style import FAINT, INK, styles
+
+# Fixed order and look of the parts of a cache.
+PARTS = {
+    "dense": "#999999", "codes": "#332288", "scales": "#56B4E9", "residual": "#E69F00", "scores": "#882255",
+    "positions": "#117733",
+}  # fmt: skip
+OTHER = "#D0D0D0"
+
+
+def tpot(groups: dict[str, list[Drawn]]) -> Figure:
+    """Median time per output token, with a tick at the 90th percentile."""
+    looks = styles(drawn.name for members in groups.values() for drawn in members)
+    figure, axes_list = _figure(groups, 0.9)
+    for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
+        _prepare(axes, title, members)
+        for y, drawn in enumerate(members):
+            p50 = drawn.line.value("tpot_p50_ms") or 0
+            p90 = drawn.line.value("tpot_p90_ms") or p50
+            axes.barh(y, p50, height=0.62, color=looks[drawn.name].colour)
+            axes.plot([p50, p90], [y, y], color=FAINT, linewidth=1.2)
+            axes.plot([p90], [y], marker="|", color=FAINT, markersize=6)
+            _number(axes, max(p50, p90), y, units.significant(p50))
+        _finish(axes, f"ms per output token at {_context(members)}: median, tick at the 90th percentile")
+    return figure
+
+
+def memory(groups: dict[str, list[Drawn]], size: float, unit: str) -> Figure:
+    """Held bytes by part (in units of `size` bytes), with the dense formula as a thin line."""
+    figure, axes_list = _figure(groups, 1.15)
+    found: set[str] = set()
+    for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
+        _prepare(axes, title, members)
+        dense = next((value for drawn in members for value in drawn.line.values("dense_bytes")), None)
+        if dense is not None:
+            axes.axvline(dense / size, color=INK, linewidth=0.7, zorder=1)
+        for y, drawn in enumerate(members):
+            held = drawn.line.value("held_bytes") or 0
+            parts = {part: drawn.line.value(f"held_bytes.{part}") or 0 for part in PARTS}
+            parts["other"] = max(0, held - sum(parts.values()))
+            left = 0.0
+            for part, value in parts.items():
+                if value > 1e-4 * held:
+                    axes.barh(y, value / size, left=left, height=0.62, color=PARTS.get(part, OTHER))
+                    left += value / size
+                    found.add(part)
+            _number(axes, left, y, units.significant(held / size))
+        _finish(axes, f"held by the cache at {_context(members)}, {unit}")
+    handles: list[Patch | Line2D] = [
+        Patch(color=PARTS.get(part, OTHER), label=part) for part in (*PARTS, "other") if part in found
+    ]
+    handles.append(Line2D([], [], color=INK, linewidth=0.7, label="dense formula"))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=8, frameon=False,
+        handlelength=1.1, handletextpad=0.5, columnspacing=1.2,
+    )  # fmt: skip
+    return figure
+
+
+def _figure(groups: dict[str, list[Drawn]], frame: float) -> tuple[Figure, list[Axes]]:
+    most = max(map(len, groups.values()))
+    return panels.figure_of(len(groups), frame + 0.26 * most, columns=1)
+
+
+def _prepare(axes: Axes, title: str, members: Sequence[Drawn]) -> None:
+    axes.set_title(title)
+    axes.set_yticks(range(len(members)), [drawn.label for drawn in members])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _number(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def _finish(axes: Axes, label: str) -> None:
+    axes.margins(x=0.1)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(label)
+
+
+def _context(members: Sequence[Drawn]) -> str:
+    return f"{members[0].line.row.context or 0:,} tokens of context"

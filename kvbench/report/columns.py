@@ -1,0 +1,139 @@
+"""From the lines of a comparison to its columns: which ones to show, and what is said once in the caption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.report import units
+from kvbench.report.lines import Line
+from kvbench.report.names import IDENTITY, config_of, display_name, knob_text, varying_json, varying_knobs
+from kvbench.report.table import Column, text_column
+from kvbench.results import KINDS, KNOBS
+
+Chooser = Callable[[Sequence[float]], tuple[str, units.Format]]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """How one metric is shown: its header, how a column of values is formatted, when it gives way."""
+
+    metric: str
+    header: str
+    choose: Chooser
+    rank: int = 0  # 0 stays always; the highest rank is dropped first when a terminal is too narrow
+    folds: bool = False  # goes into the caption when it is the same on every line
+
+
+def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Column]:
+    """The method's name and whatever else tells the lines apart."""
+    rows = [line.row for line in lines]
+    columns = []
+    models = {row.model for row in rows}
+    if len(models) > 1:
+        columns.append(text_column("model", "model", [short_model(row.model) for row in rows]))
+    columns.append(text_column("method", "method", [display_name(row) for row in rows]))
+    for knob in varying_knobs(rows):
+        if knob == "knobs":
+            continue
+        cells = [knob_text(knob, getattr(row, knob)) for row in rows]
+        columns.append(Column(knob, knob.replace("_", " "), cells, cells))
+    extra = varying_json(rows)
+    if any(extra.values()):
+        columns.append(text_column("knobs", "knobs", [extra[config_of(row)] for row in rows]))
+    return columns + _setting_columns(lines, columns, skip)
+
+
+def _setting_columns(lines: Sequence[Line], shown: Sequence[Column], skip: Sequence[str]) -> list[Column]:
+    """Settings that vary. One that follows from the columns before it (a kernel from the store) may go."""
+    columns = []
+    told = list(zip(*(column.full for column in shown), strict=True))
+    for name in sorted(IDENTITY, key=lambda name: name != "context"):
+        values = [getattr(line.row, name) for line in lines]
+        if name in (*KNOBS, "model", *skip) or len(_distinct(values)) < 2:
+            continue
+        cells = [_setting_text(name, value) for value in values]
+        finer = [(*before, cell) for before, cell in zip(told, cells, strict=True)]
+        rank = 0 if len(set(finer)) > len(set(told)) else 4
+        told = finer
+        left = KINDS[name] is str
+        columns.append(Column(name, name.replace("_", " "), cells, cells, left=left, rank=rank))
+    return columns
+
+
+def caption_of(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[str]:
+    """Everything that is the same on all lines: `budget 256`, `dtype float32`, ..."""
+    parts: list[str] = []
+    for name in IDENTITY:
+        values = _distinct(getattr(line.row, name) for line in lines)
+        if len(values) != 1 or name in ("method", "store", "knobs", "bits", "k_bits", "v_bits", *skip):
+            continue
+        if name == "converted":
+            parts += ["converted"] if values[0] else []
+        else:
+            parts.append(f"{name.replace('_', ' ')} {_setting_text(name, values[0])}")
+    return parts
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(value for value in values if value is not None))
+
+
+def _setting_text(name: str, value: Any) -> str:
+    if name in ("context", "residual", "window") and value is not None:
+        return f"{value:,}"
+    return short_model(value) if name == "model" else knob_text(name, value)
+
+
+def short_model(model: str | None) -> str:
+    """`HuggingFaceTB/SmolLM2-135M` -> `SmolLM2-135M`"""
+    return (model or "?").rstrip("/").rsplit("/", 1)[-1]
+
+
+def status_column(lines: Sequence[Line]) -> list[Column]:
+    """A column for what failed, only if something did."""
+    statuses = [line.status for line in lines]
+    return [] if set(statuses) <= {"ok"} else [text_column("status", "status", statuses)]
+
+
+def metric_columns(lines: Sequence[Line], headlines: Iterable[Headline]) -> tuple[list[Column], list[str]]:
+    """Columns of the metrics that were measured, and caption parts for what is the same on every line."""
+    columns, constants = [], []
+    for headline in headlines:
+        found = [line.get(headline.metric) for line in lines]
+        values = [value for line in lines for value in line.values(headline.metric)]
+        if not any(found):
+            continue
+        unit, form = headline.choose(values)
+        header = f"{headline.header} {unit}".strip()
+        if headline.folds and len(lines) > 1 and len(values) == len(lines) and len(set(values)) == 1:
+            constants.append(f"{headline.header} {form(values[0])} {unit}".strip())
+            continue
+        full = [_cell(line, headline.metric, form, compact=False) for line in lines]
+        compact = [_cell(line, headline.metric, form, compact=True) for line in lines]
+        columns.append(Column(headline.metric, header, full, compact, rank=headline.rank))
+    return columns, constants
+
+
+def _cell(line: Line, metric: str, form: units.Format, *, compact: bool) -> str:
+    row, values = line.get(metric), line.values(metric)
+    if len(values) > 1:  # a line over several contexts, as the needle's
+        return f"{form(values[0])}–{form(values[-1])}"
+    if row is None:
+        return "–"
+    if row.value is None:
+        return "nan"
+    text = form(row.value)
+    if row.low is None or row.high is None:
+        return text
+    if compact:
+        half = form((row.high - row.low) / 2).lstrip("+")
+        return f"{text} ±{half.rstrip('0').rstrip('.') if '.' in half else half}"
+    return units.interval(text, form(row.low), form(row.high))
+
+
+def repeats_text(lines: Sequence[Line]) -> list[str]:
+    """Says so when a later run measured again what an earlier one had; the later number is the one shown."""
+    repeats = sum(line.repeats for line in lines)
+    return [f"{repeats} numbers measured again by a later run, the latest shown"] if repeats else []

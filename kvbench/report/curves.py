@@ -1,0 +1,157 @@
+"""Time per output token and held bytes against context; as bars where only one context was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from kvbench.report import bars, panels, units
+from kvbench.report.lines import lines_of
+from kvbench.report.panels import Drawn
+from kvbench.report.place import Point
+from kvbench.report.style import INK, Style, styles
+from kvbench.results import Row
+
+
+def tpot_context(rows: Sequence[Row]) -> Figure | None:
+    """Median time per output token, with a thin line up to the 90th percentile. None without latency rows."""
+    groups = _groups(rows, "latency", "tpot_p50_ms")
+    if not groups:
+        return None
+    if _contexts(groups) == 1:
+        return bars.tpot(groups)
+    figure, axes_list = panels.figure_of(len(groups), _height(groups))
+    entries = _draw(axes_list, groups, "tpot_p50_ms", upper="tpot_p90_ms")
+    axes_list[0].set_ylabel("time per output token, ms")
+    panels.legend_outside(figure, entries)
+    return figure
+
+
+def memory_context(rows: Sequence[Row]) -> Figure | None:
+    """Held bytes, with the dense formula as a thin line. None without memory rows."""
+    groups = _groups(rows, "memory", "held_bytes")
+    if not groups:
+        return None
+    lines = [drawn.line for members in groups.values() for drawn in members]
+    size, unit = units.byte_unit([value for line in lines for value in line.values("held_bytes")])
+    if _contexts(groups) == 1:
+        return bars.memory(groups, size, unit)
+    figure, axes_list = panels.figure_of(len(groups), _height(groups))
+    entries = _draw(axes_list, groups, "held_bytes", size, proportional=True)
+    panes = zip(axes_list, groups.values(), strict=True)
+    dense = [line for axes, members in panes if (line := _draw_dense(axes, members, size)) is not None]
+    axes_list[0].set_ylabel(f"held by the cache, {unit}")
+    panels.legend_outside(figure, entries + dense[:1])
+    return figure
+
+
+def _groups(rows: Sequence[Row], measure: str, metric: str) -> dict[str, list[Drawn]]:
+    lines = lines_of(rows, measure)
+    return panels.grouped([line for line in lines if line.value(metric) is not None and line.row.context])
+
+
+def _contexts(groups: dict[str, list[Drawn]]) -> int:
+    return len({drawn.line.row.context for members in groups.values() for drawn in members})
+
+
+def _height(groups: dict[str, list[Drawn]]) -> float:
+    """Inches, enough for the legend."""
+    return max(3.2, 0.4 + 0.18 * len({drawn.label for members in groups.values() for drawn in members}))
+
+
+def _draw(
+    axes_list: Sequence[Axes],
+    groups: dict[str, list[Drawn]],
+    metric: str,
+    size: float = 1,
+    upper: str | None = None,
+    proportional: bool = False,
+) -> list[Line2D]:
+    """Draw one curve a label in each panel. Returns legend entries, from top to bottom as the curves end.
+
+    `upper` is a metric to draw a thin line up to. What is `proportional` to context gets a logarithmic y axis
+    beside a logarithmic x axis, so that it stays a straight line.
+    """
+    looks = styles(drawn.name for members in groups.values() for drawn in members)
+    entries: dict[str, tuple[float, Line2D]] = {}
+    for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
+        axes.set_title(title)
+        curves = _curves(members, metric, size)
+        markers, shades = _nested(curves), _shades(curves, looks)
+        contexts = [drawn.line.row.context or 0 for drawn in members]
+        logarithmic = panels.context_axis(axes, contexts, len(groups)) and proportional
+        for drawn in members:
+            low, high = drawn.line.value(metric), drawn.line.value(upper) if upper else None
+            if low is not None and high is not None:
+                at = drawn.line.row.context or 0
+                axes.plot([at, at], [low, high], color=looks[drawn.name].colour, linewidth=1, zorder=2)
+        for label, (name, points) in curves.items():
+            look = looks[name].line() | {"color": shades[label], "markerfacecolor": shades[label]}
+            axes.plot(*zip(*points, strict=True), **look | {"markersize": markers[name]}, zorder=3)
+            entries.setdefault(label, (points[-1][1], Line2D([], [], label=label, **look)))
+        values = [value for _, points in curves.values() for _, value in points]
+        if logarithmic and min(values) > 0:
+            panels.plain_log(axes, "y", values)
+            axes.set_ylim(min(values) / 1.5, max(values) * 1.5)
+        else:
+            axes.set_ylim(bottom=0)
+    return [entry for _, entry in sorted(entries.values(), key=lambda item: -item[0])]
+
+
+def _curves(members: Sequence[Drawn], metric: str, size: float) -> dict[str, tuple[str, list[Point]]]:
+    """For each label its display name and its points (context, value), by ascending context."""
+    curves: dict[str, tuple[str, list[Point]]] = {}
+    for drawn in sorted(members, key=lambda drawn: drawn.line.row.context or 0):
+        value = drawn.line.value(metric)
+        if value is not None:
+            point = (drawn.line.row.context or 0, value / size)
+            curves.setdefault(drawn.label, (drawn.name, []))[1].append(point)
+    return curves
+
+
+def _nested(curves: dict[str, tuple[str, list[Point]]]) -> dict[str, float]:
+    """Marker sizes by name: where methods end together, those drawn earlier are larger and show as rings."""
+    ends: dict[str, list[float]] = {}
+    for name, points in curves.values():
+        ends.setdefault(name, []).append(points[-1][1])
+    names = list(ends)
+    sizes = {}
+    for index, name in enumerate(names):
+        later = [value for other in names[index + 1 :] for value in ends[other]]
+        covered = sum(math.isclose(end, value, rel_tol=0.02) for end in ends[name][:1] for value in later)
+        sizes[name] = 4.5 + 2 * min(covered, 3)
+    return sizes
+
+
+def _shades(curves: dict[str, tuple[str, list[Point]]], looks: dict[str, Style]) -> dict[str, str]:
+    """One colour a name; in a sweep its curves run from pale (the lowest) to full."""
+    shades = {}
+    for name, look in looks.items():
+        family = [label for label, (other, _) in curves.items() if other == name]
+        family.sort(key=lambda label: curves[label][1][-1][1])
+        for rank, label in enumerate(family):
+            pale = 0.6 * (1 - (rank + 1) / len(family))
+            red, green, blue = (channel + (1 - channel) * pale for channel in to_rgb(look.colour))
+            shades[label] = to_hex((red, green, blue))
+    return shades
+
+
+def _draw_dense(axes: Axes, members: Sequence[Drawn], size: float) -> Line2D | None:
+    known = {drawn.line.row.context or 0: drawn.line.value("dense_bytes") for drawn in members}
+    points = sorted((float(context), value / size) for context, value in known.items() if value is not None)
+    if not points:
+        return None
+    (first, low), (last, high) = points[0], points[-1]
+    if math.isclose(low * last, high * first, rel_tol=1e-3):
+        # Proportional to context: drawn on to the edges, so that it shows even where `full` lies on it.
+        left, right, bounds = *axes.get_xlim(), axes.get_ylim()
+        points = [(left, low * left / first), *points, (right, high * right / last)]
+        axes.set_xlim(left, right)
+        axes.set_ylim(bounds)
+    (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=0.7, zorder=1, label="dense formula")
+    return line

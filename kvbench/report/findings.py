@@ -1,0 +1,153 @@
+"""What a reader must know before believing a table: the warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.report import units
+from kvbench.report.lines import baseline_of, lines_of
+from kvbench.report.names import Config, config_of, is_baseline, labels
+from kvbench.report.needle import hits_of, uninformative
+from kvbench.results import Row
+
+# Methods that hold every token exactly, or none at all: engaged = 0 is their nature, not a fault.
+EXACT = ("full", "recompute")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One warning: its kind (`did not engage`, `better than full`, ...) and the sentence."""
+
+    kind: str
+    text: str
+
+
+def find_all(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None = None) -> list[Finding]:
+    """Every warning that the rows, and the status of their run folders, give rise to.
+
+    `runs` maps the name of a run folder to the content of its status.json.
+    """
+    names = labels(rows)
+    found = [
+        *_runs(runs or {}),
+        *_not_measured(rows, names),
+        *_not_engaged(rows, names),
+        *_better_than_full(rows, names),
+        *_uninformative(rows),
+        *_notes(rows, names),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _runs(runs: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+    for name, status in runs.items():
+        state = str(status.get("status"))
+        if state == "running":
+            cells = status.get("cells_done", 0)
+            yield Finding("still running", f"{name}: {cells} cells so far; more may follow")
+        elif state != "ok":
+            reason = status.get("error") or status.get("note") or "no reason recorded"
+            yield Finding(f"run {state}", f"{name}: {_first_line(reason)}")
+
+
+def _not_measured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    for row in rows:
+        where = _where(row, names)
+        if row.status != "ok":
+            yield Finding(row.status, f"{where}: {_first_line(row.note or 'no reason recorded')}")
+        elif row.metric is not None and row.value is None and row.metric != "engaged":
+            yield Finding("not a number", f"{where}: {row.metric} came out undefined")
+
+
+def _not_engaged(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    for row in rows:
+        if row.metric != "engaged" or row.status != "ok" or _exact(row):
+            continue
+        where = _where(row, names)
+        if row.value is None:
+            yield Finding("did not engage", f"{where}: whether it engaged was not recorded")
+        elif row.value == 0:
+            effect = "nothing was evicted or quantised, so these numbers are the full cache's"
+            yield Finding("did not engage", f"{where}: {effect}")
+        elif row.value < 0.5:
+            share = units.percent(row.value)
+            yield Finding("hardly engaged", f"{where}: only {share} of the tokens followed a compression")
+
+
+def _exact(row: Row) -> bool:
+    return row.method in EXACT and row.store in (None, "dense", *EXACT)
+
+
+def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    doubt = "beyond the interval; look for a fault before believing it"
+    for row in rows:
+        if row.metric == "nll_minus_full" and row.high is not None and row.high < 0 and row.status == "ok":
+            yield Finding("better than full", f"{_where(row, names)}: NLL below the full cache's, {doubt}")
+    lines = lines_of(rows, "needle", by_context=False)
+    for line in lines:
+        base = baseline_of(line, lines, by_context=False)
+        for cell, row in line.cells.items():
+            reference = base.cells.get(cell) if base is not None and base is not line else None
+            bounds = None if reference is None else (row.low, reference.high)
+            if row.metric == "hit_rate" and bounds and None not in bounds and bounds[0] > bounds[1]:  # type: ignore[operator]
+                depth = "all depths" if row.depth is None else f"depth {row.depth:g}"
+                where = f"{_where(row, names)}, {depth}"
+                yield Finding("better than full", f"{where}: finds more needles than the full cache, {doubt}")
+
+
+def _uninformative(rows: Sequence[Row]) -> Iterable[Finding]:
+    lines = lines_of(rows, "needle", by_context=False)
+    failing = uninformative(lines)
+    for index, line in enumerate(lines):
+        if not line.baseline:
+            if baseline_of(line, lines, by_context=False) is None:
+                text = "needle was measured without the full cache: a miss may be the model's own"
+                yield Finding("no baseline", text)
+            continue
+        cells = hits_of(line)
+        for context, depth in sorted(failing[index], key=str):
+            place = f"needle at length {context}, " + ("all depths" if depth is None else f"depth {depth:g}")
+            text = f"the full cache itself finds {cells[context, depth]}, which says little about compression"
+            yield Finding("uninformative", f"{place}: {text}")
+
+
+def _notes(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    """Each note once, with everything it stands beside.
+
+    A note that the baseline carries as well tells how something was measured: `remarks`, not a warning.
+    """
+    for note, carriers in _by_note(rows).items():
+        if not any(is_baseline(row) for row in carriers):
+            places = dict.fromkeys(f"{names[config_of(row)]} ({row.measure})" for row in carriers)
+            yield Finding("note", f"{', '.join(places)}: {note}")
+
+
+def remarks(rows: Iterable[Row]) -> list[Finding]:
+    """How the numbers were measured, as their notes say: which metrics, and the note."""
+    found = []
+    for note, carriers in _by_note(rows).items():
+        if any(is_baseline(row) for row in carriers):
+            metrics = dict.fromkeys(row.metric for row in carriers if row.metric is not None)
+            shown = ", ".join(list(metrics)[:4]) + (", ..." if len(metrics) > 4 else "")
+            found.append(Finding(str(carriers[0].measure), f"{shown}: {note}"))
+    return found
+
+
+def _by_note(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    carriers: dict[str, list[Row]] = {}
+    for row in rows:
+        # Uninformative cells are found from the baseline's hits, and said once.
+        if row.note and row.status == "ok" and not row.note.startswith("uninformative"):
+            carriers.setdefault(_first_line(row.note), []).append(row)
+    return carriers
+
+
+def _where(row: Row, names: Mapping[Config, str]) -> str:
+    place = f"{names[config_of(row)]}, {row.measure or 'run'}"
+    return place if row.context is None else f"{place} at context {row.context:,}"
+
+
+def _first_line(text: Any) -> str:
+    return " ".join(str(text).split())[:300]

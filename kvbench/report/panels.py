@@ -1,0 +1,135 @@
+"""What all plots share: figures of one or more panels, one panel for each setting that may be compared."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: reports are built on machines without a display
+
+import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from kvbench.report.columns import short_model
+from kvbench.report.lines import SETTING, Line
+from kvbench.report.names import config_of, labels
+from kvbench.report.style import RC, WIDTH
+
+# Where two lines of one panel would carry one label, what tells them apart.
+FINE = ("kernel", "protocol", "threads", "revision", "kv_heads", "converted", "seed")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A line with the label and the display name it is drawn under."""
+
+    line: Line
+    label: str
+    name: str
+
+
+def grouped(lines: Sequence[Line], axes: Sequence[str] = SETTING) -> dict[str, list[Drawn]]:
+    """Lines by comparable setting; the key is the panel's title and says only what differs between panels."""
+    names = labels([line.row for line in lines])
+    varying = [name for name in axes if len({getattr(line.row, name) for line in lines}) > 1]
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(", ".join(_said(name, line) for name in varying), []).append(line)
+    result = {}
+    for title, members in groups.items():
+        fine = [name for name in FINE if _tells(name, members)]
+        result[title] = [
+            Drawn(line, " ".join([names[config_of(line.row)], *(_said(name, line) for name in fine)]), line.name)
+            for line in members
+        ]
+    return result
+
+
+def _tells(name: str, lines: Sequence[Line]) -> bool:
+    """True if the same config was measured under several values of this column."""
+    seen: dict[object, set[object]] = {}
+    for line in lines:
+        seen.setdefault((config_of(line.row), line.row.context), set()).add(getattr(line.row, name))
+    return any(len(values) > 1 for values in seen.values())
+
+
+def _said(name: str, line: Line) -> str:
+    value = getattr(line.row, name)
+    if name == "model":
+        return short_model(value)
+    if name in ("dtype", "device", "kernel", "dataset", "protocol"):
+        return str(value)
+    return f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name} {value}"
+
+
+def figure_of(count: int, height: float, columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """A figure as wide as a page's text with `count` panels, each `height` inches high."""
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(WIDTH, height * rows), squeeze=False)
+    flat = list(grid.flat)
+    for spare in flat[count:]:
+        spare.remove()
+    return figure, flat[:count]
+
+
+def styled() -> AbstractContextManager[None]:
+    """Context under which every figure is made and saved."""
+    return plt.rc_context(RC)  # type: ignore[arg-type]
+
+
+def plain_log(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """A logarithmic axis with a few round numbers written out, never 2 x 10^1."""
+    low, high = min(values), max(values)
+    axis: Axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)):
+        powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        ticks = [tick for tick in ticks if low * 0.8 <= tick <= high * 1.25]
+        if len(ticks) >= 4:
+            break
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def context_axis(axes: Axes, contexts: Sequence[int], panels: int) -> bool:
+    """The x axis of everything that is plotted against context, each measured length written out.
+
+    Linear as long as the ticks have room, because what grows with context grows linearly. True if it had to
+    be logarithmic.
+    """
+    ticks = sorted(set(contexts))
+    width = (WIDTH - 1.5) / min(panels, 2) - 0.5  # inches, next to a legend
+    gaps = [width * (after - before) / (ticks[-1] - ticks[0]) for before, after in itertools.pairwise(ticks)]
+    logarithmic = min(gaps, default=width) < 0.4
+    if logarithmic:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, tokens(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("context, tokens")
+    return logarithmic
+
+
+def tokens(lengths: Sequence[int | None]) -> list[str]:
+    """Lengths as tick labels: `512 1,024 2,048`, or `512 1k 16k` where many or large ones have to fit."""
+    known = [length for length in lengths if length is not None]
+    short = len(known) > 3 and max(known) >= 4096 and all(n % 1024 == 0 for n in known if n > 1024)
+    return ["?" if n is None else f"{n // 1024}k" if short and n >= 1024 else f"{n:,}" for n in lengths]
+
+
+def legend_outside(figure: Figure, entries: Sequence[Artist]) -> None:
+    """One legend right of all panels, where it covers nothing. The labels are the artists' own."""
+    names = [str(entry.get_label()) for entry in entries]
+    figure.legend(entries, names, loc="outside right upper", frameon=False, handlelength=2.6)

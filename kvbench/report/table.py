@@ -1,0 +1,99 @@
+"""The table as such: columns of text for people, records of raw numbers for files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+GAP = 2  # characters between two columns in a terminal
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: `full` cells for pages, `compact` ones for terminals, which drop the highest rank first."""
+
+    key: str
+    header: str
+    full: list[str]
+    compact: list[str]
+    left: bool = False
+    rank: int = 0
+
+    def taken(self, order: Sequence[int]) -> Column:
+        """The same column with its cells in another order, some perhaps repeated."""
+        return replace(self, full=[self.full[i] for i in order], compact=[self.compact[i] for i in order])
+
+    def narrow_header(self) -> str:
+        """The header broken over lines, so that it is no wider than its cells need."""
+        lines: list[str] = []
+        width = max(map(len, self.compact), default=0)
+        for word in self.header.split():
+            if lines and len(lines[-1]) + 1 + len(word) <= width:
+                lines[-1] += f" {word}"
+            else:
+                lines.append(word)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A comparison; `name` is its file name, `records` are the CSV's lines."""
+
+    name: str
+    title: str
+    caption: list[str]  # what is the same on all lines, part by part
+    columns: tuple[Column, ...]
+    records: list[dict[str, Any]]
+    terminal: bool = True  # False: for the page and the files only
+
+    @property
+    def height(self) -> int:
+        return len(self.columns[0].full)
+
+
+def text_column(key: str, header: str, cells: list[str], rank: int = 0) -> Column:
+    """A left-aligned column whose cells need no short form."""
+    return Column(key, header, cells, cells, left=True, rank=rank)
+
+
+def fitting(table: Table, width: int) -> tuple[list[Column], list[str]]:
+    """The columns that a terminal of `width` characters can hold whole, and the headers of those left out."""
+    kept, dropped = list(table.columns), []
+    while _width(kept) > width and any(column.rank for column in kept):
+        last = max(range(len(kept)), key=lambda index: (kept[index].rank, index))
+        dropped.append(kept.pop(last).header)
+    return kept, dropped
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(max(map(len, [*column.narrow_header().split("\n"), *column.compact])) + GAP for column in columns)
+
+
+def to_csv(table: Table) -> str:
+    """The records as CSV, without the columns that are empty throughout."""
+    keys = dict.fromkeys(key for record in table.records for key in record)
+    header = [key for key in keys if any(record.get(key) is not None for record in table.records)]
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, header, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table.records)
+    return buffer.getvalue()
+
+
+def to_markdown(table: Table) -> str:
+    """A pipe table, columns padded so that the source reads well too."""
+    columns = [[_escaped(cell) for cell in (column.header, *column.full)] for column in table.columns]
+    widths = [max(3, *map(len, cells)) for cells in columns]
+    padded = []
+    for column, cells, width in zip(table.columns, columns, widths, strict=True):
+        rule = "-" * width if column.left else "-" * (width - 1) + ":"
+        cells.insert(1, rule)
+        padded.append([cell.ljust(width) if column.left else cell.rjust(width) for cell in cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in zip(*padded, strict=True))
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " ")

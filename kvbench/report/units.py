@@ -1,0 +1,73 @@
+"""Numbers for people: significant digits, one unit a column, intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+Format = Callable[[float], str]
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """1234.5 -> `1,234`, 22.31 -> `22.3`, 0.01234 -> `0.0123`: `digits` significant digits, no exponent."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def small(value: float) -> str:
+    """For KL and its kind, which span many decades: `0.0026` down to a thousandth, then `2.6e-05`."""
+    if value == 0:
+        return "0"
+    return significant(value, 2) if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def signed(value: float) -> str:
+    """A difference, with its sign: `+0.0123`, `-2.6e-05`."""
+    return ("+" if value > 0 else "") + (small(value) if abs(value) < 1e-3 else significant(value))
+
+
+def percent(value: float) -> str:
+    """A share between 0 and 1 as `97.3%`; only what is all or nothing prints as 100% or 0%."""
+    text = f"{100 * value:.1f}%"
+    if text == "100.0%" and value < 1:
+        return ">99.9%"
+    if text == "0.0%" and value > 0:
+        return "<0.1%"
+    return {"100.0%": "100%", "0.0%": "0%"}.get(text, text)
+
+
+def count(value: float) -> str:
+    """A number of things: `3,072`, or `256.5` for a mean over heads."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+
+
+def fixed(decimals: int, suffix: str = "") -> Callable[[Sequence[float]], tuple[str, Format]]:
+    """A column with a fixed number of decimals."""
+    return lambda values: ("", lambda value: f"{value:,.{decimals}f}{suffix}")
+
+
+def plainly(form: Format, unit: str = "") -> Callable[[Sequence[float]], tuple[str, Format]]:
+    """A column where every number is formatted for itself."""
+    return lambda values: (unit, form)
+
+
+def byte_unit(values: Sequence[float]) -> tuple[float, str]:
+    """Divisor and name of the one unit that suits a column or an axis of bytes: that of its largest value."""
+    largest = max((abs(value) for value in values), default=0)
+    return next(((size, name) for size, name in UNITS if largest >= size), UNITS[-1])
+
+
+def in_bytes(values: Sequence[float]) -> tuple[str, Format]:
+    """A column of bytes in one binary unit."""
+    size, name = byte_unit(values)
+    return name, lambda value: significant(value / size) if size > 1 else f"{value:,.0f}"
+
+
+def interval(value: str, low: str, high: str) -> str:
+    """`22.3 [22.1, 22.6]`"""
+    return f"{value} [{low}, {high}]"

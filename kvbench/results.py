@@ -1,0 +1,327 @@
+"""The row, the run folder, atomic writes, the resume key, and `load`.
+
+`metrics.parquet` is tidy: one measured number a row, every knob that made it in the row. The columns are the
+fields of `Row` and are listed nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import tempfile
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml  # type: ignore[import-untyped]
+
+from kvbench import provenance as provenance_of
+from kvbench.atomic import plain, read_json, to_json, write_atomic
+from kvbench.errors import UserError
+
+METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
+    "metrics.parquet", "samples.jsonl", "status.json", "config.yaml", "provenance.json",
+)  # fmt: skip
+RUN_STATUSES = ("running", "ok", "failed", "oom", "interrupted")
+ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number and everything that made it. None means: this knob plays no part here."""
+
+    run: str | None = None  # name of the run folder; filled in by RunFolder.add
+    model: str | None = None
+    revision: str | None = None
+    arch: str | None = None  # mha | gqa | mqa | mla | hybrid
+    kv_heads: int | None = None
+    converted: bool | None = None
+    method: str | None = None
+    store: str | None = None
+    bits: int | None = None
+    k_bits: int | None = None
+    v_bits: int | None = None
+    group: int | None = None
+    residual: int | None = None
+    budget: float | None = None  # as given: tokens (>= 1) or a share of the prompt (between 0 and 1)
+    sinks: int | None = None
+    window: int | None = None
+    variant: str | None = None
+    knobs: str | None = None  # JSON object: the knobs that have no column
+    measure: str | None = None
+    metric: str | None = None
+    value: float | None = None
+    unit: str | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    protocol: str | None = None
+    question: str | None = None  # after | before
+    dataset: str | None = None
+    context: int | None = None
+    depth: float | None = None
+    batch: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    kernel: str | None = None
+    threads: int | None = None
+    seed: int | None = None
+    status: str = "ok"  # ok | oom | failed | interrupted | skipped
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in ROW_STATUSES:
+            raise ValueError(f"status {self.status!r} is not one of {', '.join(ROW_STATUSES)}")
+
+
+COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Row))
+# What tells one compared method from another; the rest of a row says what was measured, and where.
+KNOBS = (
+    "method", "store", "bits", "k_bits", "v_bits", "group", "residual", "budget", "sinks", "window",
+    "variant", "knobs",
+)  # fmt: skip
+
+
+def _kind(hint: Any) -> type:
+    """`int` from `int | None`."""
+    members = typing.get_args(hint) or (hint,)
+    return next(member for member in members if member is not types.NoneType)  # type: ignore[no-any-return]
+
+
+KINDS: dict[str, type] = {name: _kind(hint) for name, hint in typing.get_type_hints(Row).items()}
+_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_PANDAS = {
+    pa.string(): pd.StringDtype(), pa.int64(): pd.Int64Dtype(),
+    pa.float64(): pd.Float64Dtype(), pa.bool_(): pd.BooleanDtype(),
+}  # fmt: skip
+SCHEMA = pa.schema([pa.field(name, _ARROW[KINDS[name]]) for name in COLUMNS])
+
+
+class RunFolder:
+    """One run on disk: `results/<time>_<label>_<8 hex>` with the five files of a run, each always complete.
+
+    Make one with `RunFolder.create`. `add` after each measure, `finish` once; both rewrite whole files
+    atomically, so a report can be built at any moment.
+    """
+
+    def __init__(self, path: Path, status: dict[str, Any]) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self._status = status
+
+    @classmethod
+    def create(
+        cls,
+        results_dir: str | Path,
+        label: str,
+        config: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+        key: str | None = None,
+    ) -> RunFolder:
+        """Make the folder with config.yaml, provenance.json and status.json ("running") in it.
+
+        `config` is the resolved configuration, `provenance` what `kvbench.provenance.collect` returns, `key`
+        the run's `resume_key`. Raises UserError if `results_dir` cannot be created or written.
+        """
+        check_writable(results_dir)
+        results = Path(results_dir)
+        results.mkdir(parents=True, exist_ok=True)
+        now = datetime.now(UTC)
+        status = {
+            "status": "running", "started": now.isoformat(timespec="seconds"), "finished": None,
+            "pid": os.getpid(), "cells_done": 0, "error": None, "note": None, "key": key,
+        }  # fmt: skip
+        suffix = secrets.token_hex(4)
+        # Filled under a hidden name and renamed, so that nobody ever sees a run folder without its files.
+        hidden = results / f".new_{suffix}"
+        hidden.mkdir()
+        head = f"# resume key: {key}\n" if key else ""
+        write_atomic(hidden / CONFIG, head + yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+        write_atomic(hidden / PROVENANCE, to_json(provenance))
+        write_atomic(hidden / STATUS, to_json(status))
+        path = results / f"{now.astimezone():%Y-%m-%d_%H%M%S}_{clean_label(label)}_{suffix}"
+        hidden.rename(path)
+        return cls(path, status)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append rows and rewrite metrics.parquet. Rows without `run` get this folder's name."""
+        new = [row if row.run is not None else replace(row, run=self.path.name) for row in rows]
+        table = _table([*self.rows, *new])  # converted before anything is kept: one bad row leaves the rest intact
+        buffer = pa.BufferOutputStream()
+        pq.write_table(table, buffer)
+        write_atomic(self.path / METRICS, buffer.getvalue().to_pybytes())
+        self.rows.extend(new)
+        cells = {tuple(getattr(row, name) for name in ("model", *KNOBS, "measure")) for row in self.rows}
+        self._update(cells_done=len(cells))
+
+    def add_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append one JSON line a sample to samples.jsonl. Non-finite numbers are written as null."""
+        path = self.path / SAMPLES
+        lines = "".join(json.dumps(plain(sample), ensure_ascii=False) + "\n" for sample in samples)
+        old = path.read_bytes() if path.exists() else b""
+        write_atomic(path, old + lines.encode())
+
+    def finish(self, status: str, note: str | None = None, error: str | None = None) -> None:
+        """Close the run: status ok, failed, oom or interrupted, with a remark and the error's text."""
+        if status not in RUN_STATUSES:
+            raise ValueError(f"status {status!r} is not one of {', '.join(RUN_STATUSES)}")
+        self._update(status=status, note=note, error=error, finished=_now())
+
+    def _update(self, **changes: Any) -> None:
+        self._status |= changes
+        write_atomic(self.path / STATUS, to_json(self._status))
+
+
+def _table(rows: Sequence[Row]) -> pa.Table:
+    columns = []
+    for name in COLUMNS:
+        cells = [getattr(row, name) for row in rows]
+        if KINDS[name] is float:  # budgets are ints as often as not, values may be numpy or torch scalars
+            cells = [None if cell is None else float(cell) for cell in cells]
+        try:
+            columns.append(pa.array(cells, _ARROW[KINDS[name]]))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise TypeError(f"column {name!r} holds {KINDS[name].__name__}: {error}") from error
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def clean_label(label: str) -> str:
+    """`compare=[full,H2O]` -> `compare-full-h2o`: a folder name that needs no quoting anywhere."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:60].rstrip("-") or "run"
+
+
+def check_writable(results_dir: str | Path, what: str = "results folder") -> None:
+    """Raise UserError unless files and folders can be made in `results_dir`. Leaves nothing behind.
+
+    The probe goes into the nearest folder that exists, so that two runs starting together cannot remove a
+    folder under each other.
+    """
+    path = Path(results_dir)
+    advice = "choose a folder that can be written"
+    try:
+        if "\0" in str(path):  # Path.exists() would call it a name that is free
+            raise ValueError("null byte in the name")
+        existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
+            raise UserError(f"{what} {str(path)!r}: {str(existing)!r} is a file; {advice}")
+        os.rmdir(tempfile.mkdtemp(prefix=".probe_", dir=existing))
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{what} {str(path)!r} cannot be written ({reason}); {advice}") from error
+
+
+def resume_key(
+    *,
+    model_revision: str,
+    config: Mapping[str, Any],
+    data_fingerprint: str,
+    protocol: str,
+    dtype: str,
+    device_name: str | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+) -> str:
+    """sha256 of everything that can change the number; two cells with one key need to run only once.
+
+    `config` is the effective configuration (unused knobs dropped). `device_name`, `kernel` and `threads`
+    belong to latency and memory cells; leave them None for quality. Versions of torch and transformers and
+    the hash of the source come from the installation.
+    """
+    parts = {
+        "model_revision": model_revision,
+        "config": plain(config),
+        "data": data_fingerprint,
+        "protocol": protocol,
+        "dtype": dtype,
+        "torch": provenance_of.package_version("torch"),
+        "transformers": provenance_of.package_version("transformers"),
+        "source": provenance_of.source_hash(),
+        "device": device_name,
+        "kernel": kernel,
+        "threads": threads,
+    }
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def find_runs(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Run folders at or below the paths, in order of name, whatever state they are in.
+
+    Raises UserError if a path does not exist or holds no run folder.
+    """
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    found: dict[Path, None] = {}
+    for path in map(Path, given):
+        if not path.exists():
+            raise UserError(f"no such file or folder: {str(path)!r}; give a run folder or a folder of run folders")
+        if path.is_file():
+            if path.name not in (METRICS, STATUS):
+                raise UserError(f"{str(path)!r} is neither a run folder nor a {METRICS}; give a run folder")
+            path = path.parent
+        markers = [file for name in (STATUS, METRICS) for file in path.rglob(name)]
+        runs = {file.parent for file in markers if not _hidden(file.parent, path)}
+        if not runs:
+            raise UserError(f"no run folder in {str(path)!r}; a run folder holds {METRICS} and {STATUS}")
+        found |= dict.fromkeys(sorted(run.resolve() for run in runs))
+    return list(found)
+
+
+def _hidden(folder: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in folder.relative_to(root).parts)
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """status.json of a run folder; {"status": "unknown"} if there is none or it cannot be read."""
+    return read_json(run / STATUS) or {"status": "unknown"}
+
+
+def load(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """All rows of run folders, or of folders of them, with the columns of `Row` in nullable dtypes.
+
+    Runs that have no metrics yet are skipped. Raises UserError, one line, if nothing is there to read.
+    """
+    runs = find_runs(paths)
+    files = [run / METRICS for run in runs if (run / METRICS).exists()]
+    if not files:
+        states = ", ".join(sorted({str(read_status(run)["status"]) for run in runs}))
+        raise UserError(f"{len(runs)} run folder(s) found, none has a {METRICS} yet (status: {states})")
+    return pd.concat([_read(file) for file in files], ignore_index=True)
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows in memory as the DataFrame that `load` would give after writing them."""
+    return _frame(_table(list(rows)))
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        return _frame(pq.ParquetFile(file).read())
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{str(file)!r} is not a readable parquet file; remove it or restore it") from error
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    # Folders written by other versions may lack a column or have one more.
+    columns = [
+        table[name].cast(SCHEMA.field(name).type) if name in table.column_names
+        else pa.nulls(table.num_rows, SCHEMA.field(name).type)
+        for name in COLUMNS
+    ]  # fmt: skip
+    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(types_mapper=_PANDAS.get)
+    return frame
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,27 +1,32 @@
 """GGUF files: check one before anything parses it, and rebuild one as a plain model folder.
 
-Nothing here imports torch or transformers until `gguf_to_folder` runs.
+Importing this imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 # What the GGUF reader raises on bytes that are not what the header promises.
 BROKEN_GGUF = (ValueError, IndexError, KeyError, OverflowError, struct.error, MemoryError)
 
 
-def check_gguf(path: Path) -> None:
+def check_gguf(path: Path) -> GGUFReader:
     """Refuse a file that is not GGUF, or whose tensors do not all lie inside it.
 
-    Raises UserError with the reason. Reads the header only; tensor data is mapped, not loaded.
+    Returns a reader of its header; tensor data is mapped, not loaded. Raises UserError with the reason.
     """
     from gguf import GGUFReader
 
@@ -34,12 +39,31 @@ def check_gguf(path: Path) -> None:
     if magic != b"GGUF":
         raise UserError(f"{path} is not a GGUF file: it does not begin with the four bytes 'GGUF'")
     try:
-        GGUFReader(path)
+        return GGUFReader(path)
     except BROKEN_GGUF as error:
         raise UserError(
             f"{path} is a truncated or damaged GGUF file: its header does not parse or promises more than "
             f"its {size} bytes; download it again"
         ) from error
+
+
+def gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file, split into words the way the file says.
+
+    transformers takes no notice of `tokenizer.ggml.pre`. `smollm` puts every digit by itself first, which
+    changes how the spaces before a number are cut (8 of the essays' 154,028 tokens). Other values are left as
+    transformers has them. Raises UserError if the file is damaged.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    named = check_gguf(path).fields.get("tokenizer.ggml.pre")
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if named is not None and named.contents() == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return tokenizer
 
 
 def gguf_to_folder(gguf: Path, folder: Path) -> None:
@@ -50,12 +74,11 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
 
     Raises UserError if the file is damaged, OSError if the folder cannot be written.
     """
-    check_gguf(gguf)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = gguf_tokenizer(gguf)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         settings = loaded.config.to_dict()
         for key in ("quantization_config", "_name_or_path"):
@@ -75,18 +98,20 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
 def weights_fingerprint(path: Path) -> str:
     """12 hex digits that change when a checkpoint changes, without reading all of it.
 
-    For a folder: sha256 over config.json (less the version of the library that wrote it) and, for each
-    weights file, its name, its size and its first and last MiB (a safetensors header lies in the first). For
-    a GGUF file: the file. A change only in the middle of a weights file that keeps its size goes unseen.
+    For a folder: sha256 over config.json (less the version of the library that wrote it), the tokenizer's
+    files and, for each weights file, its name, its size and its first and last MiB (a safetensors header lies
+    in the first). For a GGUF file: the file. A change only in the middle of a weights file that keeps its
+    size goes unseen.
     """
-    import hashlib
-
     digest = hashlib.sha256()
     files = [path] if path.is_file() else weights_files(path)
     if path.is_dir():
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config.pop("transformers_version", None)
         digest.update(json.dumps(config, sort_keys=True).encode())
+        for pattern in ("tokenizer*", "vocab*", "merges*"):
+            for vocabulary in sorted(p for p in path.glob(pattern) if p.is_file()):
+                digest.update(vocabulary.read_bytes())
     for weights in files:
         size = weights.stat().st_size
         digest.update(f"{weights.name if path.is_dir() else ''}:{size};".encode())

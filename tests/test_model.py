@@ -288,6 +288,12 @@ def test_smollm2_is_what_it_should_be(smollm2: LoadedModel) -> None:
     assert smollm2.tokenizer.decode(answer) == " Paris."
 
 
+def test_smollm2_takes_every_digit_by_itself_before_the_spaces(smollm2: LoadedModel) -> None:
+    tokens = smollm2.tokenizer.tokenize("  12,345 in 2021")
+    assert tokens == ["ĠĠ", "1", "2", ",", "3", "4", "5", "Ġin", "Ġ", "2", "0", "2", "1"]
+    assert smollm2.tokenizer("x").input_ids == smollm2.tokenizer("x", add_special_tokens=False).input_ids
+
+
 def test_smollm2_perplexity_on_an_essay(smollm2: LoadedModel, essays_folder: Path) -> None:
     ids = tokenize(load_text({"path": str(essays_folder / "worked.txt")}), smollm2.tokenizer)
     assert 22 < perplexity(smollm2, ids[:512]) < 26
@@ -305,7 +311,7 @@ def test_the_converted_folder_is_the_gguf(smollm2: LoadedModel, smollm2_folder: 
     gguf = next((smollm2_folder / "gguf").glob("*.gguf"))
     loaded = load_model(model_spec({"path": str(gguf), "device": "cpu"}))
     assert (loaded.source, loaded.arch, loaded.n_layers, loaded.max_positions) == ("gguf", "gqa", 30, 8192)
-    text = "Paris, 1889: <|im_start|>user\n  naïve café — 12,345 €\t😀<|im_end|>\n"
+    text = "Paris,  1889: <|im_start|>user\n  naïve café — 12,345 €\t😀<|im_end|>\n"
     for special in (True, False):
         encoded = [m.tokenizer(text, add_special_tokens=special).input_ids for m in (loaded, smollm2)]
         assert encoded[0] == encoded[1]

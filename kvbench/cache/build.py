@@ -33,7 +33,7 @@ class Method:
 
     def check_combination(self) -> None:
         """Raise UserError where the rule evicts during decode and the store cannot overwrite single slots."""
-        if self.rule.budget is not None and not self.store.writable:
+        if self.rule.budget is not None and self.rule.holds_budget and not self.store.writable:
             raise UserError(
                 f"method={self.name} evicts single tokens during decode, and {type(self.store).__name__} can only "
                 f"append; choose a store with single slots (store=dense, int8, int4, int2)"
@@ -161,7 +161,8 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     method.check_combination()
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule)
-    layers = [_build_layer(layer, method, rotations, max_new_tokens, max_step) for layer in record.layers]
+    count = len(record.layers)
+    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step) for layer in record.layers]
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
     return cache
@@ -173,21 +174,22 @@ def _rotations(model: PreTrainedModel, rule: KeepRule) -> list[RotateBack | None
     return [rotate_back(model, i) for i in range(n_layers(model))]
 
 
-def _build_layer(record: LayerRecord, method: Method, rotations: list[RotateBack | None],
+def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
                  max_new_tokens: int, step: int) -> SlotLayer:  # fmt: skip
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
     store = method.store if window is None else DenseStore()
     store.check(record.key.shape[-1], record.value.shape[-1])
-    budget = rule.tokens(prompt)
+    budget = rule.layer_tokens(prompt, record.index, layer_count)
     scores = rule.initial_scores(record)
     kept = _select(rule, scores, record, budget)
-    planned = prompt + max_new_tokens
+    held = budget if rule.holds_budget else None
+    planned = kept.shape[2] + max_new_tokens
     shape = SlotShape(
         batch=record.key.shape[0], kv_heads=record.key.shape[1],
         key_dim=record.key.shape[-1], value_dim=record.value.shape[-1],
-        slots=planned if budget is None else min(planned, budget + step), step=step,
+        slots=planned if held is None else min(planned, held + step), step=step,
         dtype=record.key.dtype, device=record.key.device,
     )  # fmt: skip
     lead = shape.batch, shape.kv_heads, shape.slots
@@ -197,7 +199,7 @@ def _build_layer(record: LayerRecord, method: Method, rotations: list[RotateBack
         position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
     held_scores = None if scores is None else torch.zeros(lead, device=shape.device)
     rotation = rotations[record.index] if window is None else None
-    layer = SlotLayer(record.index, store.allocate(shape), rule, budget, position, held_scores, step, rotation)
+    layer = SlotLayer(record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation)
     layer.fill(
         _rows(record.key, kept), _rows(record.value, kept), kept.to(torch.int32),
         None if scores is None else scores.gather(-1, kept), prompt,

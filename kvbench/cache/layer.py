@@ -18,12 +18,12 @@ class CacheFull(RuntimeError):
 
 
 class SlotLayer(CacheLayerMixin):
-    """Holds kept tokens in slots, attends over them in place, then evicts.
+    """Holds kept tokens in slots, attends over them in place, then evicts down to `budget` (None: never).
 
     A forward of q tokens writes them (`update`), attends over everything kept plus itself (`attend`), and only then
     gives up what is over budget and lets the store quantise. All heads and batch rows keep equally many tokens.
 
-    position: int32 [B, Hkv, S], the token in each slot, EMPTY where there is none; where nothing is ever evicted
+    position: int32 [B, Hkv, S], the token in each slot, EMPTY where there is none; where a rule keeps everything
     slot i holds token i, and one row serves all heads. scores: float32 [B, Hkv, S] or None. free: int64
     [B, Hkv, step], a stack of `n_free` slots given up and not yet reused.
     kept, seen, evicted: tokens held, fed so far and given up so far.
@@ -58,7 +58,7 @@ class SlotLayer(CacheLayerMixin):
         """Take what a prefill left to keep: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
         n = key.shape[2]
         self.slots.fill(key, value)
-        if self.budget is not None:
+        if self.rule.budget is not None:
             self.position[..., :n] = position
         if self.scores is not None and scores is not None:
             self.scores[..., :n] = scores
@@ -78,14 +78,16 @@ class SlotLayer(CacheLayerMixin):
             self.slots.overwrite(slot, key[:, :, :reused], value[:, :, :reused])
             self.position.scatter_(-1, slot, self._new_positions(0, reused).expand_as(slot))
             if self.scores is not None:
-                self.scores.scatter_(-1, slot, 0.0)
+                fresh = self.scores.new_empty(slot.shape)
+                fresh[:] = self.rule.fresh_scores(key[:, :, :reused])
+                self.scores.scatter_(-1, slot, fresh)
         if reused < q:
             start = self.slots.length
             self.slots.append(key[:, :, reused:], value[:, :, reused:])
-            if self.budget is not None:
+            if self.rule.budget is not None:
                 self.position[..., start : self.slots.length] = self._new_positions(reused, q)
             if self.scores is not None:
-                self.scores[..., start : self.slots.length] = 0.0
+                self.scores[..., start : self.slots.length] = self.rule.fresh_scores(key[:, :, reused:])
         self.n_free -= reused
         self.kept += q
         self.seen += q

@@ -69,6 +69,11 @@ class KeepRule:
         return "the newest token"
 
     @property
+    def holds_budget(self) -> bool:
+        """Whether the budget is held during decode by evicting; else it cuts the prompt, and decode appends."""
+        return True
+
+    @property
     def sinks_in_place(self) -> int:
         """Number of first tokens whose distance to the query is counted inside the cache; 0: original positions."""
         return 0
@@ -91,6 +96,10 @@ class KeepRule:
             )
         return tokens
 
+    def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
+        """The budget of one layer; the same in all unless a rule moves budget between them."""
+        return self.tokens(prompt)
+
     def observations(self) -> tuple[Observation, ...]:
         """What the rule wants recorded during prefill."""
         return ()
@@ -98,6 +107,10 @@ class KeepRule:
     def initial_scores(self, record: "LayerRecord") -> Tensor | None:
         """Scores of the prompt's tokens, float32 [B, Hkv, T]; None where the rule keeps no scores."""
         return None
+
+    def fresh_scores(self, key: Tensor) -> Tensor | float:
+        """Scores of new tokens before any query has seen them: float32 [B, Hkv, q] from keys [B, Hkv, q, D], or 0."""
+        return 0.0
 
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         """Scores after a step: float32 [B, Hkv, S] from probabilities [B, Hkv, Hq / Hkv, q, S]."""

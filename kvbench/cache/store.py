@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Part
 
 
@@ -93,18 +94,23 @@ class Store:
 
 
 class DenseSlots(Slots):
-    """Rows in the model's dtype: keys [B, Hkv, S, D], values [B, Hkv, S, Dv]."""
+    """Rows of one dtype: keys [B, Hkv, S, D], values [B, Hkv, S, Dv]. `is_narrower`: than the model's."""
 
-    def __init__(self, shape: SlotShape) -> None:
+    def __init__(self, shape: SlotShape, dtype: torch.dtype) -> None:
         lead = shape.batch, shape.kv_heads, shape.slots
-        self.keys = torch.empty(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
-        self.values = torch.empty(*lead, shape.value_dim, dtype=shape.dtype, device=shape.device)
+        self.keys = torch.empty(*lead, shape.key_dim, dtype=dtype, device=shape.device)
+        self.values = torch.empty(*lead, shape.value_dim, dtype=dtype, device=shape.device)
+        self.is_narrower = dtype.itemsize < shape.dtype.itemsize
 
     def append(self, key: Tensor, value: Tensor) -> None:
         stop = self.length + key.shape[2]
         self.keys[:, :, self.length : stop] = key
         self.values[:, :, self.length : stop] = value
         self.length = stop
+
+    @property
+    def has_quantised(self) -> bool:
+        return self.is_narrower and self.length > 0
 
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         scatter_rows(self.keys, slot, key)
@@ -123,10 +129,16 @@ class DenseSlots(Slots):
 
 @dataclass(frozen=True)
 class DenseStore(Store):
-    """Keys and values as the model made them."""
+    """Keys and values as the model made them, or rounded to a 16-bit `dtype` ("float16", "bfloat16")."""
+
+    dtype: Literal["float16", "bfloat16"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "float16", "bfloat16"):
+            raise UserError(f"dtype={self.dtype} for a dense store; type float16 or bfloat16")
 
     def allocate(self, shape: SlotShape) -> DenseSlots:
-        return DenseSlots(shape)
+        return DenseSlots(shape, shape.dtype if self.dtype is None else getattr(torch, self.dtype))
 
 
 def scatter_rows(buffer: Tensor, slot: Tensor, rows: Tensor) -> None:

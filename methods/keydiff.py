@@ -1,0 +1,31 @@
+"""KeyDiff: keys that point away from the others stay."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvbench.cache.record import LayerRecord
+from kvbench.cache.rule import KEEP, KeepRule
+
+
+@dataclass(frozen=True)
+class KeyDiff(KeepRule):
+    """Score -cos(k, mean of k / ||k||), once at the end of the prompt (Park et al., 2025, arXiv:2504.15364).
+
+    The anchor is the mean direction of the prompt's keys, so decode appends: the cache grows past the budget.
+    """
+
+    @property
+    def holds_budget(self) -> bool:
+        return False
+
+    def initial_scores(self, record: LayerRecord) -> Tensor:
+        key = record.key.to(torch.float32)
+        return -cosine_similarity(key, normalize(key, dim=-1).mean(2, keepdim=True), dim=-1)
+
+    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+        if scores is None:
+            raise TypeError("KeyDiff decides by scores")
+        return torch.where(position == newest, KEEP, scores)

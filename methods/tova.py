@@ -1,0 +1,36 @@
+"""TOVA: drop what the newest query attends to least."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.observe import LastQueries, Observation
+from kvbench.cache.record import LayerRecord
+from kvbench.cache.rule import KEEP, KeepRule
+
+
+@dataclass(frozen=True)
+class Tova(KeepRule):
+    """Token omission via attention (Oren et al., 2024, arXiv:2401.06104).
+
+    Each step the kept token with the lowest probability for the newest query goes, averaged over all heads of the
+    layer, so that a layer's heads keep the same tokens. The prompt is cut by its last query.
+    """
+
+    reads_attention = True
+
+    def observations(self) -> tuple[Observation, ...]:
+        return (LastQueries(1),)
+
+    def initial_scores(self, record: LayerRecord) -> Tensor:
+        return self.updated_scores(record.key[..., 0], record.observed[LastQueries(1)])
+
+    def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
+        newest = probabilities[..., -1, :].mean((1, 2), keepdim=True).squeeze(2)  # [B, 1, S]
+        return newest.to(torch.float32).expand(scores.shape)
+
+    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+        if scores is None:
+            raise TypeError("TOVA decides by scores")
+        return torch.where(position == newest, KEEP, scores)

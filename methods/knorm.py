@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule
-from kvbench.methods.snapkv import Decode, check_decode
+from kvbench.cache.rule import KEEP, Decode, KeepRule, check_decode
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class KNorm(KeepRule):
         return self.fresh_scores(record.key)
 
     def fresh_scores(self, key: Tensor) -> Tensor:
-        return -key.to(torch.float32).norm(dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(key.to(torch.float32), dim=-1)
+        return -norm
 
     def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         if scores is None:

@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.cache.groups import Groups, check_groups
+from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
 from kvbench.kernels.parts import Part
+
+WIDTHS = (8, 4, 3, 2)
 
 
 @dataclass(frozen=True)
 class PerToken(Store):
     """Keys and values in groups of `group_size` channels within a token, with KIVI's float16 pair; no residual.
+
+    With `rotate` both are held after one orthogonal Hadamard matrix, which spreads outlier channels (QuaRot:
+    Ashkboos et al., 2024, arXiv:2404.00456); the query is turned along and the output back, so q . k is unchanged.
 
     Keys lose more than with KIVI's per-channel groups, for their outliers sit in channels (Liu et al., 2024,
     arXiv:2402.02750, section 3.2); in return a slot can be replaced, so that `method=h2o store=int4` is real.
@@ -21,13 +27,14 @@ class PerToken(Store):
     k_bits: int = 4
     v_bits: int = 4
     group_size: int = 32
+    rotate: bool = False
 
     def __post_init__(self) -> None:
-        check_groups("this store", self.group_size, self.k_bits, self.v_bits)
+        check_groups("this store", self.group_size, self.k_bits, self.v_bits, widths=WIDTHS)
 
     def check(self, key_dim: int, value_dim: int) -> None:
-        check_groups("this store", self.group_size, self.k_bits, head_dim=key_dim)
-        check_groups("this store", self.group_size, self.v_bits, head_dim=value_dim)
+        check_groups("this store", self.group_size, head_dim=key_dim)
+        check_groups("this store", self.group_size, head_dim=value_dim)
 
     def allocate(self, shape: SlotShape) -> "PerTokenSlots":
         return PerTokenSlots(self, shape)
@@ -37,17 +44,24 @@ class PerTokenSlots(Slots):
     """Codes of every slot's key and value."""
 
     def __init__(self, store: PerToken, shape: SlotShape) -> None:
+        self.turn = hadamard if store.rotate else unturned
         self.keys = Groups("channel", store.k_bits, store.group_size, shape.slots, shape.key_dim, shape)
         self.values = Groups("channel", store.v_bits, store.group_size, shape.slots, shape.value_dim, shape)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        self.keys.append(key)
-        self.values.append(value)
+        self.keys.append(self.turn(key))
+        self.values.append(self.turn(value))
         self.length += key.shape[2]
 
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        self.keys.overwrite(slot, key)
-        self.values.overwrite(slot, value)
+        self.keys.overwrite(slot, self.turn(key))
+        self.values.overwrite(slot, self.turn(value))
+
+    def turn_query(self, query: Tensor) -> Tensor:
+        return self.turn(query)
+
+    def turn_back(self, output: Tensor) -> Tensor:
+        return self.turn(output)  # the matrix is symmetric, its own inverse
 
     @property
     def has_quantised(self) -> bool:
@@ -62,3 +76,8 @@ class PerTokenSlots(Slots):
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.keys.buffers(kept)
         yield from self.values.buffers(kept)
+
+
+def unturned(x: Tensor) -> Tensor:
+    """x, where nothing is rotated."""
+    return x

@@ -16,10 +16,11 @@ class Pyramid(SnapKV):
     beta: int = 20
 
     def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
-        budget = self.tokens(prompt)
+        budget: int | None = self.tokens(prompt)
         if budget is None or n_layers == 1:
             return budget
         lowest = (budget - self.window) / self.beta
         highest = 2 * (budget - self.window) - lowest
         share = highest - layer * (highest - lowest) / (n_layers - 1)
-        return self.window + max(1, round(min(share, max(1, prompt - self.window))))
+        picks: int = max(1, round(min(share, max(1, prompt - self.window))))
+        return picks + int(self.window)

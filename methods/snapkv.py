@@ -1,7 +1,6 @@
 """SnapKV: what the last queries of the prompt look at."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,10 +8,8 @@ from torch.nn.functional import max_pool1d
 
 from kvbench.cache.observe import LastQueries, Observation
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule, is_whole
+from kvbench.cache.rule import KEEP, Decode, KeepRule, check_decode, is_whole
 from kvbench.errors import UserError
-
-Decode = Literal["append", "evict"]
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,3 @@ class SnapKV(KeepRule):
         if scores is None:
             raise TypeError(f"{self.name} decides by scores")
         return torch.where(position > newest - self.window, KEEP, scores)
-
-
-def check_decode(who: str, decode: object) -> None:
-    """Raise UserError unless `decode` is append or evict."""
-    if decode not in ("append", "evict"):
-        raise UserError(f"decode={decode} for {who}; type decode=append (the cache grows) or decode=evict")

@@ -72,11 +72,14 @@ class Groups:
         yield Buffer("scales", self.minimum, used)
 
 
-def check_groups(who: str, group_size: int, *bits: int, head_dim: int | None = None) -> None:
+def check_groups(
+    who: str, group_size: int, *bits: int, head_dim: int | None = None, widths: tuple[int, ...] = BITS
+) -> None:
     """Raise UserError for a group size or code width that cannot be packed, or that does not divide the head."""
     for width in bits:
-        if not is_whole(width) or width not in BITS:
-            raise UserError(f"bits={width} for {who}; type bits=8, bits=4 or bits=2")
+        if not is_whole(width) or width not in widths:
+            known = [f"bits={width}" for width in widths]
+            raise UserError(f"bits={width} for {who}; type {', '.join(known[:-1])} or {known[-1]}")
     if not is_whole(group_size) or group_size < SMALLEST_GROUP or group_size % SMALLEST_GROUP:
         raise UserError(f"group={group_size} for {who}; type a multiple of {SMALLEST_GROUP}, for example group=32")
     if head_dim is not None and head_dim % group_size:

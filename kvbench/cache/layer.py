@@ -109,13 +109,14 @@ class SlotLayer(CacheLayerMixin):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction and quantisation."""
         n_sink = self.rule.sinks_in_place if self.evicted else 0
+        sink_query = self.rotate_back(query, self.evicted) if n_sink and self.rotate_back else None
         output, probabilities = reference.attend(
-            query,
+            self.slots.turn_query(query),
             self.slots.key_parts(),
             self.slots.value_parts(),
             scoring,
             visible=self._visible(query.shape[2], scoring.window),
-            sink_query=self.rotate_back(query, self.evicted) if n_sink and self.rotate_back else None,
+            sink_query=None if sink_query is None else self.slots.turn_query(sink_query),
             n_sink=n_sink,
         )
         if self.scores is not None and self.rule.reads_attention:
@@ -123,7 +124,7 @@ class SlotLayer(CacheLayerMixin):
             used.copy_(self.rule.updated_scores(used, probabilities))
         self._evict()
         self.slots.settle()
-        return output
+        return self.slots.turn_back(output)
 
     def _visible(self, q: int, window: int | None) -> Tensor | None:
         """Which slots each of the q newest tokens sees, [B, Hkv, q, S]; None where all see all."""

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ KEEP = math.inf
 """Priority of a token that must not be evicted."""
 
 Budget = int | float | None
+
+Decode = Literal["append", "evict"]
+"""Whether decode lets the cache grow behind a prompt that was cut, or holds the budget."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,12 @@ def check_budget(budget: object) -> None:
         f"budget={budget} is not a budget; type a whole number of tokens (budget=256) "
         f"or a share of the prompt strictly between 0 and 1 (budget=0.25)"
     )
+
+
+def check_decode(who: str, decode: object) -> None:
+    """Raise UserError unless `decode` is append or evict."""
+    if decode not in ("append", "evict"):
+        raise UserError(f"decode={decode} for {who}; type decode=append (the cache grows) or decode=evict")
 
 
 def keep_best(priority: Tensor, count: int) -> Tensor:

@@ -60,6 +60,14 @@ class Slots:
     def settle(self) -> None:
         """After a forward: quantise what has left the full-precision residual."""
 
+    def turn_query(self, query: Tensor) -> Tensor:
+        """The query [B, Hq, q, D] in the basis that the keys are held in."""
+        return query
+
+    def turn_back(self, output: Tensor) -> Tensor:
+        """The output [B, Hq, q, Dv] out of the basis that the values are held in."""
+        return output
+
     @property
     def has_quantised(self) -> bool:
         """Whether any token is held in fewer bits than the model's dtype."""

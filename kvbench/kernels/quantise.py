@@ -7,17 +7,8 @@ A group is the last dimension of the input. The rule is KIVI's (Liu et al., 2024
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
-
 BITS = (8, 4, 2)
-"""Code widths that pack into whole bytes."""
-
-
-def check_bits(bits: object, who: str) -> int:
-    """`bits` if codes of that width can be packed. Raises UserError otherwise."""
-    if isinstance(bits, bool) or bits not in BITS:
-        raise UserError(f"{who}: bits={bits} is not a code width; choose from 8, 4, 2 (for example bits=4)")
-    return int(str(bits))
+"""Code widths that KIVI takes; `pack` takes 3 as well."""
 
 
 def quantise(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,10 +45,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., G] -> bytes [..., G * bits / 8].
 
     Byte i holds codes i, i + n, i + 2n, ... (n bytes a group) from the low bits up, so that unpacking is one shift
-    and one mask over whole vectors.
+    and one mask over whole vectors. 3-bit codes are their two low bits, packed so, followed by their high bit: 32 codes
+    take three 32-bit words.
     """
     if bits == 8:
         return codes.contiguous()
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], dim=-1)
     lanes = codes.unflatten(-1, (8 // bits, codes.shape[-1] * bits // 8))
     packed: Tensor = lanes[..., 0, :].clone()
     for i in range(1, 8 // bits):
@@ -69,5 +63,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`: bytes [..., n] -> uint8 codes [..., n * 8 / bits]."""
     if bits == 8:
         return packed
+    if bits == 3:
+        low, high = packed.tensor_split([packed.shape[-1] // 3 * 2], dim=-1)
+        return unpack(low, 2) | unpack(high, 1) << 2
     mask = 2**bits - 1
     return torch.cat([(packed >> (bits * i)) & mask for i in range(8 // bits)], dim=-1)

@@ -17,6 +17,8 @@ WIDTHS = (8, 4, 3, 2)
 class PerToken(Store):
     """Keys and values in groups of `group_size` channels within a token, with KIVI's float16 pair; no residual.
 
+    A token is held in codes from its own step on, and attends to itself so.
+
     With `rotate` both are held after one orthogonal Hadamard matrix, which spreads outlier channels (QuaRot:
     Ashkboos et al., 2024, arXiv:2404.00456); the query is turned along and the output back, so q . k is unchanged.
 

@@ -21,6 +21,7 @@ from kvbench.cache.rotary import RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, KeepRule, SlidingWindow, keep_best
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
+from kvbench.kernels import REFERENCE, Kernel, choose
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class KVCache(Cache):
     """
 
     layers: list[SlotLayer]
-    kernel_name = "reference"
 
     def __init__(self, layers: list[SlotLayer], last_logits: Tensor, prompt_tokens: int) -> None:
         super().__init__(layers=layers)
@@ -56,6 +56,11 @@ class KVCache(Cache):
         self.prompt_tokens = prompt_tokens
         self.positions_processed = prompt_tokens
         self.compress_ms = 0.0
+
+    @property
+    def kernel_name(self) -> str:
+        """What decode attention runs on."""
+        return self.layers[0].kernel.name
 
     @property
     def has_compressed(self) -> bool:
@@ -146,9 +151,9 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     Args:
         prompt: the record of `prefill` (made with this method's rule among `rules`), or ids [B, T] to prefill here.
         max_new_tokens: tokens that will be fed afterwards, at most. max_step: most tokens in one forward of those.
-        kernel: which decode attention to use.
+        kernel: which decode attention to use; see `kvbench.kernels.choose`.
 
-    Raises UserError where the method does not fit the model or the prompt.
+    Raises UserError where the method does not fit the model or the prompt, or the kernel cannot be had.
     """
     if max_new_tokens < 0 or max_step < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}, max_step={max_step}; give 0 or more, and 1 or more")
@@ -159,10 +164,12 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     if method.rule.needs_ids:
         return PrefixCache(record.ids.clone(), record.logits.clone())
     method.check_combination()
+    decode = choose(record.ids.device, record.layers[0].key.dtype, kernel)  # before the clock starts: it may compile
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule)
     count = len(record.layers)
-    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step) for layer in record.layers]
+    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode)
+              for layer in record.layers]  # fmt: skip
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
     return cache
@@ -175,7 +182,7 @@ def _rotations(model: PreTrainedModel, rule: KeepRule) -> list[RotateBack | None
 
 
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
-                 max_new_tokens: int, step: int) -> SlotLayer:  # fmt: skip
+                 max_new_tokens: int, step: int, kernel: Kernel = REFERENCE) -> SlotLayer:  # fmt: skip
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
@@ -199,7 +206,8 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
         position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
     held_scores = None if scores is None else torch.zeros(lead, device=shape.device)
     rotation = rotations[record.index] if window is None else None
-    layer = SlotLayer(record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation)
+    layer = SlotLayer(record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation,
+                      kernel)  # fmt: skip
     layer.fill(
         _rows(record.key, kept), _rows(record.value, kept), kept.to(torch.int32),
         None if scores is None else scores.gather(-1, kept), prompt,

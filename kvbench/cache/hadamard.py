@@ -24,4 +24,5 @@ def _matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device, dtype)
+    scaled: Tensor = matrix / size**0.5
+    return scaled.to(device, dtype)

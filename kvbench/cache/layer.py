@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvbench.cache.rotary import RotateBack
 from kvbench.cache.rule import EMPTY, KeepRule, lowest
 from kvbench.cache.store import Buffer, Slots
-from kvbench.kernels import reference
+from kvbench.kernels import Kernel
 from kvbench.kernels.prefill import Scoring
 
 
@@ -32,10 +32,11 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, index: int, slots: Slots, rule: KeepRule, budget: int | None, position: Tensor,
-                 scores: Tensor | None, step: int, rotate_back: RotateBack | None) -> None:  # fmt: skip
+                 scores: Tensor | None, step: int, rotate_back: RotateBack | None, kernel: Kernel) -> None:  # fmt: skip
         super().__init__()
         self.index, self.slots, self.rule, self.budget = index, slots, rule, budget
         self.position, self.scores, self.step, self.rotate_back = position, scores, step, rotate_back
+        self.kernel = kernel
         width = 0 if budget is None else step
         self.free = torch.zeros(*position.shape[:2], width, dtype=torch.int64, device=position.device)
         self.n_free = self.kept = self.seen = self.evicted = 0
@@ -110,7 +111,8 @@ class SlotLayer(CacheLayerMixin):
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction and quantisation."""
         n_sink = self.rule.sinks_in_place if self.evicted else 0
         sink_query = self.rotate_back(query, self.evicted) if n_sink and self.rotate_back else None
-        output, probabilities = reference.attend(
+        reads = self.scores is not None and self.rule.reads_attention
+        output, probabilities = self.kernel.attend(
             self.slots.turn_query(query),
             self.slots.key_parts(),
             self.slots.value_parts(),
@@ -118,8 +120,9 @@ class SlotLayer(CacheLayerMixin):
             visible=self._visible(query.shape[2], scoring.window),
             sink_query=None if sink_query is None else self.slots.turn_query(sink_query),
             n_sink=n_sink,
+            want_probabilities=reads,
         )
-        if self.scores is not None and self.rule.reads_attention:
+        if self.scores is not None and probabilities is not None and reads:
             used = self.scores[..., : self.slots.length]
             used.copy_(self.rule.updated_scores(used, probabilities))
         self._evict()

@@ -73,7 +73,8 @@ class RecordLayer(CacheLayerMixin):
         if self.keys is None or self.values is None:
             raise RuntimeError("attention before update")
         self.record = LayerRecord(self.index, self.keys, self.values, scoring)
-        for observation in self.wanted:
+        # A layer with a window of its own is bounded already and no rule decides there.
+        for observation in self.wanted if scoring.window is None else ():
             started = clock(query.device)
             self.record.observed[observation] = observation.compute(query, self.keys, scoring)
             self.observe_ms[observation] += 1e3 * (clock(query.device) - started)

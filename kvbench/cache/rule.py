@@ -51,6 +51,8 @@ class KeepRule:
                 )
             return
         check_budget(self.budget)
+        if not self.needs_budget:
+            raise UserError(f"{self.name} takes no budget, and budget={self.budget} was given; leave budget= out")
         if isinstance(self.budget, int) and self.budget < self.smallest_budget:
             raise UserError(
                 f"budget={self.budget} is below the {self.smallest_budget} tokens that {self.name} always keeps "

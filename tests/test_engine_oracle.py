@@ -133,14 +133,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_method_with_grouped_heads_and_questions(name: str) -> None:
-    """GQA 6/2, batch 3, a prompt beyond budget and residual, questions of several tokens between single ones.
-
-    Where only the code width differs from another case, fewer tokens follow the last question.
-    """
-    schedule = QUESTIONS
-    cache, _ = follow(CASES[name], (6, 2), 70, schedule, batch=3, max_step=10)
+    """GQA 6/2, batch 3, a prompt beyond budget and residual, questions of several tokens between single ones."""
+    cache, _ = follow(CASES[name], (6, 2), 70, QUESTIONS, batch=3, max_step=10)
     assert cache.has_compressed == (name != "full")
-    assert cache.positions_processed == 70 + sum(schedule)
+    assert cache.positions_processed == 70 + sum(QUESTIONS)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=["mha", "mqa"])

@@ -1,1 +1,104 @@
-"""Attention over stored keys and values: the parts a store is made of, and the kernels that read them."""
+"""Attention over stored keys and values: the parts a store is made of, and the kernels that read them.
+
+`choose` picks the kernel that decode attention runs on.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels import reference
+from kvbench.kernels.compile import CannotCompile, load
+from kvbench.kernels.cpu import CpuKernel
+from kvbench.kernels.parts import Part
+from kvbench.kernels.prefill import Scoring
+
+KERNELS = ("auto", "reference", "cpu")
+
+
+class Kernel(Protocol):
+    """Decode attention; `kvbench.kernels.reference.attend` defines what it computes."""
+
+    @property
+    def name(self) -> str:
+        """What the rows' `kernel` column says."""
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Sequence[Part],
+        values: Sequence[Part],
+        scoring: Scoring,
+        visible: Tensor | None = None,
+        sink_query: Tensor | None = None,
+        n_sink: int = 0,
+        want_probabilities: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and probabilities; the latter may be None unless `want_probabilities`."""
+
+
+class ReferenceKernel:
+    """The definition in plain torch, as a kernel.
+
+    reason: why no faster one was chosen; empty where it was asked for.
+    """
+
+    name = reference.NAME
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Sequence[Part],
+        values: Sequence[Part],
+        scoring: Scoring,
+        visible: Tensor | None = None,
+        sink_query: Tensor | None = None,
+        n_sink: int = 0,
+        want_probabilities: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `kvbench.kernels.reference.attend`."""
+        return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
+
+
+REFERENCE = ReferenceKernel()
+
+
+def choose(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str = "auto") -> Kernel:
+    """The kernel for caches on `device` with queries of `dtype`.
+
+    Args:
+        wanted: "auto", the fastest that there is; "reference"; "cpu", the compiled kernel. The environment's
+            `KVBENCH_KERNEL` stands in for "auto": a preference, which falls back to the reference where it must.
+
+    Raises UserError for an unknown name, and where "cpu" is wanted by the argument and cannot be had.
+    """
+    preferred = os.environ.get("KVBENCH_KERNEL") or "auto" if wanted == "auto" else wanted
+    if preferred not in KERNELS:
+        raise UserError(f"kernel={preferred} is unknown; type {', '.join(f'kernel={name}' for name in KERNELS)}")
+    if preferred == "reference":
+        return REFERENCE
+    kernel = compiled() if device.type == "cpu" else f"the compiled kernel runs on the CPU, not on {device.type}"
+    if dtype == torch.float64:
+        kernel = "the compiled kernel computes in float32, and the model in float64"
+    if isinstance(kernel, CpuKernel):
+        return kernel
+    if wanted == "cpu":
+        raise UserError(f"kernel=cpu cannot be had: {kernel}; type kernel=reference")
+    return ReferenceKernel(kernel)
+
+
+@cache
+def compiled() -> CpuKernel | str:
+    """The compiled kernel, or why there is none; found out once per process."""
+    try:
+        return CpuKernel(load())
+    except CannotCompile as error:
+        return str(error)

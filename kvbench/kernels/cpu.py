@@ -1,0 +1,154 @@
+"""Decode attention by the compiled CPU kernel, `decode.cpp`: same arguments and results as the reference.
+
+What the kernel does not take goes to the reference: float64, 3-bit codes, head sizes that are no multiple of 8 or
+beyond 512, very many queries at once, memory whose channels are not neighbours.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels import reference
+from kvbench.kernels.parts import Dense, Packed, Part
+from kvbench.kernels.prefill import Scoring
+from kvbench.kernels.quantise import BITS
+
+NAME = "cpu-c++"
+
+FORMATS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
+"""Float rows as decode.cpp numbers them; codes go by their bits."""
+
+MOST_ROWS = 256
+"""Query rows of one KV head (its heads times tokens); each costs a thread 6 kB of scratch."""
+
+LARGEST_HEAD = 512
+SMALLEST_GROUP = 8
+
+NOTHING = (0, 0, 0, 0)
+"""A pointer and three strides where a tensor is absent."""
+
+
+class CpuKernel:
+    """decode.cpp behind the reference's signature.
+
+    library: what `kvbench.kernels.compile.load` returns.
+    """
+
+    name = NAME
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.kvbench_attend
+        self._attend.argtypes = (ctypes.c_void_p, ctypes.c_double, ctypes.c_double)
+        self._attend.restype = None
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Sequence[Part],
+        values: Sequence[Part],
+        scoring: Scoring,
+        visible: Tensor | None = None,
+        sink_query: Tensor | None = None,
+        n_sink: int = 0,
+        want_probabilities: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `kvbench.kernels.reference.attend`; probabilities are None where they are not wanted."""
+        parts = pack_parts(query, keys, values)
+        if parts is None:
+            return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
+        batch, heads, tokens, key_dim = query.shape
+        kv_heads, value_dim, slots = keys[0].kv_heads, width(values[0]), sum(part.length for part in keys)
+        group = heads // kv_heads
+
+        queries = float_rows(query)
+        sinks = None if sink_query is None or not n_sink else float_rows(sink_query)
+        mask = None if visible is None else byte_rows(visible.expand(batch, kv_heads, tokens, slots))
+        logits = None if scoring.sink_logits is None else scoring.sink_logits.to(torch.float32).contiguous()
+        output = torch.empty(batch, heads, tokens, value_dim)
+        probabilities = torch.empty(batch, kv_heads, group, tokens, slots) if want_probabilities else None
+        call = array("q", (
+            batch, kv_heads, group, tokens, key_dim, value_dim, slots, torch.get_num_threads(), len(keys), len(values),
+            *where(queries), *where(sinks), n_sink if sinks is not None else 0, pointer(logits), *where(mask),
+            output.data_ptr(), pointer(probabilities), *parts,
+        ))  # fmt: skip
+        self._attend(call.buffer_info()[0], scoring.scaling, scoring.softcap or 0.0)
+        return output if query.dtype == torch.float32 else output.to(query.dtype), probabilities
+
+
+def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> list[int] | None:
+    """`struct Part` of decode.cpp for all keys, then all values; None where the kernel does not take the call."""
+    batch, heads, tokens, key_dim = query.shape
+    if query.dtype not in FORMATS or not keys or not values:
+        return None
+    kv_heads, value_dim, numbers = keys[0].kv_heads, width(values[0]), list[int]()
+    if heads % kv_heads or heads // kv_heads * tokens > MOST_ROWS:
+        return None
+    for side, columns in ((keys, key_dim), (values, value_dim)):
+        if columns % 8 or columns > LARGEST_HEAD:
+            return None
+        for part in side:
+            lead = (batch, kv_heads)
+            packed = pack_dense(part, lead, columns) if isinstance(part, Dense) else pack_codes(part, lead, columns)
+            if packed is None:
+                return None
+            numbers += packed
+    slots = sum(part.length for part in keys)
+    return numbers if slots and slots == sum(part.length for part in values) else None
+
+
+def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
+    """`struct Part` of float rows: its strides are in bytes."""
+    rows = part.rows
+    n, stride, size, form = rows.shape[2], rows.stride(), rows.element_size(), FORMATS.get(rows.dtype)
+    if form is None or stride[3] != 1 or rows.shape != (*lead, n, columns):
+        return None
+    return form, 0, 1, n, rows.data_ptr(), stride[0] * size, stride[1] * size, stride[2] * size, *NOTHING
+
+
+def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
+    """`struct Part` of codes: rows or blocks without gaps inside a head."""
+    codes, scale, minimum, size = part.codes, part.scale, part.minimum, part.group_size
+    by_token = part.axis == "token"
+    n, groups, lane = codes.shape[2], columns if by_token else columns // size, size * part.bits // 8
+    if part.bits not in BITS or size < SMALLEST_GROUP or size % 8 or (not by_token and columns % size):
+        return None
+    if codes.shape != (*lead, n, groups, lane) or not scale.shape == minimum.shape == (*lead, n, groups):
+        return None
+    code_stride, pair_stride = codes.stride(), scale.stride()
+    if code_stride[2:] != (groups * lane, lane, 1) or pair_stride[2:] != (groups, 1) or minimum.stride() != pair_stride:
+        return None
+    if not scale.dtype == minimum.dtype == torch.float16:
+        return None
+    return (part.bits, int(by_token), size, n * size if by_token else n, codes.data_ptr(), *code_stride[:3],
+            scale.data_ptr(), minimum.data_ptr(), 2 * pair_stride[0], 2 * pair_stride[1])  # fmt: skip
+
+
+def width(part: Part) -> int:
+    """The head size of a part."""
+    if isinstance(part, Dense):
+        return part.rows.shape[3]
+    return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)
+
+
+def float_rows(query: Tensor) -> Tensor:
+    """float32 queries whose channels are neighbours in memory."""
+    query = query.to(torch.float32)
+    return query if query.stride(-1) == 1 else query.contiguous()
+
+
+def byte_rows(mask: Tensor) -> Tensor:
+    """A mask whose slots are neighbours in memory; other dimensions may have stride 0."""
+    return mask if mask.stride(-1) == 1 else mask.contiguous()
+
+
+def where(tensor: Tensor | None) -> tuple[int, ...]:
+    """Address and leading three strides of a tensor with four dimensions."""
+    return NOTHING if tensor is None else (tensor.data_ptr(), *tensor.stride()[:3])
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Address of a tensor, 0 where there is none."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,344 @@
+// Decode attention over a KV cache, read where and as it lies in memory: rows of floats, or groups of packed codes.
+//
+// The work is split over (batch row, KV head, range of slots). A task goes through its range in chunks of slots: scores
+// of all queries that share the KV head, one step of a running softmax, then the values of the same slots. So every byte
+// of the cache is read once, and keys and values may be cut into parts at different slots. Up to four queries are served
+// by what is decoded into registers.
+//
+// Not to be compiled with -ffast-math: masks rest on infinities, and linking with it turns off denormals process-wide.
+
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "loops.h"
+
+namespace {
+
+// ------------------------------------------------------------------------------ what a call is told, as cpu.py packs it
+
+struct Part {  // strides in bytes
+  int64_t format, token_axis, group, slots;
+  int64_t data, batch_stride, head_stride, row_stride;  // a row is a slot, or with token_axis a block of `group` slots
+  int64_t scale, minimum, pair_batch_stride, pair_head_stride;  // float16, without gaps within a head
+
+  int lane_bytes() const { return int(group * format / 8); }  // of a group's codes
+};
+
+struct Call {  // strides in elements; an absent tensor is 0
+  int64_t batch, kv_heads, heads, tokens, key_dim, value_dim, slots, threads, key_parts, value_parts;
+  int64_t query, query_batch, query_head, query_token;                  // float32 [batch, kv_heads * heads, tokens, key_dim]
+  int64_t sink_query, sink_batch, sink_head, sink_token, n_sink;        // likewise, for the first n_sink slots
+  int64_t sink_logits;                                                  // float32 [kv_heads * heads]
+  int64_t mask, mask_batch, mask_head, mask_token;                      // bytes [batch, kv_heads, tokens, slots]
+  int64_t output, probabilities;  // float32 [batch, kv_heads, heads, tokens, value_dim] and [.., slots]
+  Part parts[1];                  // of the keys, then of the values
+
+  int rows() const { return int(heads * tokens); }
+};
+
+inline const uint8_t* address(int64_t pointer, int64_t bytes) { return reinterpret_cast<const uint8_t*>(pointer) + bytes; }
+inline float* floats_at(int64_t pointer) { return reinterpret_cast<float*>(pointer); }
+
+constexpr int64_t MOST_CHUNK = 512;         // slots between two steps of the running softmax; below STRIDE
+constexpr int64_t SLOTS_PER_THREAD = 1024;  // fewer are done sooner than a thread wakes up
+constexpr float LOWEST = -1e30f;            // a maximum to begin with; finite, so that masked slots weigh 0 and not NaN
+
+// What all tasks share: how the slots are cut, and for each part where its units lie.
+struct Plan {
+  const Call& call;
+  int64_t chunk = MOST_CHUNK, chunks, splits, heads, threads;
+  std::vector<Grid> packed, unpacked;
+
+  explicit Plan(const Call& c) : call(c), heads(c.batch * c.kv_heads) {
+    for (int64_t i = 0; i < c.key_parts + c.value_parts; i++) {
+      const Part& part = c.parts[i];
+      const int columns = int(i < c.key_parts ? c.key_dim : c.value_dim), group = int(part.group);
+      packed.emplace_back(part.format, part.token_axis ? group : columns, group);
+      unpacked.emplace_back(FLOAT32, columns, columns);
+      if (part.token_axis && group <= MOST_CHUNK && chunk % group) chunk = MOST_CHUNK / group * group;
+    }
+    chunks = (c.slots + chunk - 1) / chunk;
+    threads = std::min(c.threads, 1 + heads * c.slots / SLOTS_PER_THREAD);
+    splits = threads == 1 ? 1 : std::min(chunks, (4 * threads + heads - 1) / heads);
+  }
+  int64_t task_floats() const { return call.rows() * (2 + call.value_dim); }  // maxima, sums, unnormalised output
+};
+
+inline float read_half(const uint8_t* at) {
+  const uint8_t padded[8] = {at[0], at[1]};
+  return load_float16<4>(padded)[0];
+}
+
+void read_halves(const uint8_t* from, int n, float* to) {
+  int i = 0;
+  for (; i + WIDEST <= n; i += WIDEST) store(to + i, load_float16<WIDEST>(from + 2 * i));
+  for (; i < n; i++) to[i] = read_half(from + 2 * i);
+}
+
+// Slots of a packed part to floats one by one: for group sizes and cuts that the vector loops do not take.
+void unpack_rows(const Part& part, int64_t b, int64_t h, int64_t first, int n, int columns, float* to) {
+  const uint8_t* codes = address(part.data, b * part.batch_stride + h * part.head_stride);
+  const int64_t pairs = b * part.pair_batch_stride + h * part.pair_head_stride, group = part.group;
+  for (int64_t t = first; t < first + n; t++)
+    for (int64_t c = 0; c < columns; c++) {
+      const int64_t at = part.token_axis ? t / group * columns + c : (t * columns + c) / group;
+      const int64_t i = (part.token_axis ? t : c) % group, lane = part.lane_bytes();
+      const int code = codes[at * lane + i % lane] >> (i / lane * part.format) & ((1 << part.format) - 1);
+      const uint8_t *scale = address(part.scale, pairs + 2 * at), *minimum = address(part.minimum, pairs + 2 * at);
+      *to++ = float(code) * read_half(scale) + read_half(minimum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------- one thread and its scratch
+
+struct Worker {
+  using Rows = std::unique_ptr<float[]>;  // [rows, STRIDE]
+
+  const Plan& plan;
+  const Call& call;
+  const int rows, key_dim, value_dim;
+  Rows query, sink_query, scores, sink_scores, fresh, unpacked;
+  std::unique_ptr<Pairs> pairs{new Pairs};
+  float scaled[MOST_QUERIES * STRIDE], bias[MOST_QUERIES];
+  int64_t b = 0, h = 0;
+
+  explicit Worker(const Plan& p)
+      : plan(p), call(p.call), rows(call.rows()), key_dim(int(call.key_dim)), value_dim(int(call.value_dim)),
+        query(new float[rows * STRIDE]), scores(new float[rows * STRIDE]), fresh(new float[rows * STRIDE]) {
+    if (call.n_sink) sink_query.reset(new float[rows * STRIDE]), sink_scores.reset(new float[rows * STRIDE]);
+  }
+
+  // Queries of this KV head as rows, the scale of the scores folded in.
+  void read_query(int64_t from, int64_t batch, int64_t head, int64_t token, float scaling, const Rows& to) {
+    for (int m = 0; m < rows; m++) {
+      const float* q = floats_at(from) + b * batch + (h * call.heads + m / call.tokens) * head + m % call.tokens * token;
+      for (int d = 0; d < key_dim; d++) to[m * STRIDE + d] = q[d] * scaling;
+    }
+  }
+
+  // body(m, n): query rows m .. m + n - 1, in even pieces of at most MOST_QUERIES.
+  template <class Body> void each_piece(Body body) const {
+    const int pieces = (rows + MOST_QUERIES - 1) / MOST_QUERIES;
+    for (int i = 0; i < pieces; i++) body(rows * i / pieces, rows * (i + 1) / pieces - rows * i / pieces);
+  }
+
+  // body(part, index, from, n, at): slots from .. from + n - 1 of each part within [first, last); `at` counts from first.
+  template <class Body> void each_part(int64_t begin, int64_t n, int64_t first, int64_t last, Body body) const {
+    for (int64_t i = begin, start = 0; i < begin + n; start += call.parts[i++].slots) {
+      const int64_t from = std::max(first, start), to = std::min(last, start + call.parts[i].slots);
+      if (from < to) body(call.parts[i], int(i), from - start, int(to - from), from - first);
+    }
+  }
+
+  // body(format, grid, tile, at) for n slots of a part, row by row in tiles; `at` counts from the first.
+  template <class Body> void each_tile(const Part& part, int index, int64_t from, int n, int columns, Body body) {
+    const int64_t head = b * part.batch_stride + h * part.head_stride;
+    const int64_t pair_head = b * part.pair_batch_stride + h * part.pair_head_stride;
+    for (int at = 0; at < n; at += TILE) {
+      Tile tile{address(part.data, head + (from + at) * part.row_stride), part.row_stride, std::min(TILE, n - at), 0};
+      if (part.token_axis || !plan.packed[index].lanes) {
+        if (!unpacked) unpacked.reset(new float[TILE * MOST_COLUMNS]);
+        unpack_rows(part, b, h, from + at, tile.count, columns, unpacked.get());
+        tile.rows = reinterpret_cast<const uint8_t*>(unpacked.get()), tile.stride = 4 * columns;
+        body(int64_t(FLOAT32), plan.unpacked[index], tile, at);
+        continue;
+      }
+      if (part.format <= 8) {
+        tile.groups = columns / int(part.group);
+        const int64_t first = pair_head + 2 * (from + at) * tile.groups;
+        read_halves(address(part.scale, first), tile.count * tile.groups, pairs->scale);
+        read_halves(address(part.minimum, first), tile.count * tile.groups, pairs->minimum);
+      }
+      body(part.format, plan.packed[index], tile, at);
+    }
+  }
+
+  // Keys whose groups run along tokens. KIVI's folding, q . k = sum (q scale) code + sum q minimum, once a block; where
+  // groups run along channels it would cost a product for every group and query, which is more than decoding does.
+  void score_blocks(const Part& part, int index, const Rows& q, int64_t from, int n, float* to) {
+    const int64_t pair_head = b * part.pair_batch_stride + h * part.pair_head_stride;
+    for (int64_t block = from / part.group; block * part.group < from + n; block++, to += part.group) {
+      read_halves(address(part.scale, pair_head + 2 * block * key_dim), key_dim, pairs->scale);
+      read_halves(address(part.minimum, pair_head + 2 * block * key_dim), key_dim, pairs->minimum);
+      const int64_t data = b * part.batch_stride + h * part.head_stride + block * part.row_stride;
+      const Tile channels{address(part.data, data), part.lane_bytes(), key_dim, 0};
+      each_piece([&](int m, int queries) {
+        for (int i = 0; i < queries; i++) fold_pairs(&q[(m + i) * STRIDE], scaled + i * STRIDE, bias[i]);
+        specialised(part.format, plan.packed[index].lanes, queries, [&](auto F, auto L, auto M) {
+          if constexpr (F <= 8) score_block<F, L, M>(plan.packed[index], channels, scaled, bias, to + m * STRIDE);
+        });
+      });
+    }
+  }
+
+  void fold_pairs(const float* q, float* scaled_query, float& constant) const {
+    using V = Float<WIDEST < 8 ? WIDEST : 8>;  // heads are multiples of 8
+    V sum{};
+    for (int d = 0; d < key_dim; d += int(sizeof(V) / 4)) {
+      const V x = load<V>(q + d);
+      store(scaled_query + d, x * load<V>(pairs->scale + d));
+      sum += x * load<V>(pairs->minimum + d);
+    }
+    constant = total<sizeof(V) / 4>(sum);
+  }
+
+  // Scores of slots [first, last); those of query row m begin at to[m * STRIDE].
+  void score(const Rows& q, int64_t first, int64_t last, float* to) {
+    each_part(0, call.key_parts, first, last, [&](const Part& part, int index, int64_t from, int n, int64_t at) {
+      if (part.token_axis && plan.packed[index].lanes && from % part.group == 0 && n % part.group == 0)
+        return score_blocks(part, index, q, from, n, to + at);
+      each_tile(part, index, from, n, key_dim, [&](int64_t format, const Grid& grid, const Tile& tile, int offset) {
+        each_piece([&](int m, int queries) {
+          specialised(format, grid.lanes, queries, [&](auto F, auto L, auto M) {
+            score_rows<F, L, M>(grid, tile, *pairs, &q[m * STRIDE], to + m * STRIDE + at + offset);
+          });
+        });
+      });
+    });
+  }
+
+  // The values of slots [first, last), weighted by what `scores` holds now, added to `fresh`.
+  void add_values(int64_t first, int64_t last) {
+    const int64_t begin = call.key_parts;
+    each_part(begin, call.value_parts, first, last, [&](const Part& part, int index, int64_t from, int n, int64_t at) {
+      each_tile(part, index, from, n, value_dim, [&](int64_t format, const Grid& grid, const Tile& tile, int offset) {
+        each_piece([&](int m, int queries) {
+          specialised(format, grid.lanes, queries, [&](auto F, auto L, auto M) {
+            add_rows<F, L, M>(grid, tile, *pairs, &scores[m * STRIDE + at + offset], &fresh[m * STRIDE]);
+          });
+        });
+      });
+    });
+  }
+
+  // Row m's n scores from slot `first` on become weights relative to the running maximum. Returns the factor by which
+  // earlier weights shrink.
+  float soften(int m, int64_t first, int n, float softcap, float& running_maximum, float& sum) {
+    using V = Float<WIDEST>;
+    float* row = &scores[m * STRIDE];
+    if (call.mask) {
+      const int64_t token = m % call.tokens * call.mask_token;
+      const uint8_t* seen = address(call.mask, b * call.mask_batch + h * call.mask_head + token + first);
+      for (int t = 0; t < n; t++) row[t] = seen[t] ? row[t] : -INFINITY;
+    }
+    for (int t = n; t % WIDEST; t++) row[t] = -INFINITY;
+    V top = splat<WIDEST>(running_maximum), added{};
+    for (int t = 0; t < n; t += WIDEST) {
+      V x = load<V>(row + t);
+      if (softcap > 0) {
+        x = select<WIDEST>(x == -INFINITY, x, softcap * hyperbolic_tangent<WIDEST>(x / softcap));
+        store(row + t, x);
+      }
+      top = maximum<WIDEST>(top, x);
+    }
+    float highest = running_maximum;
+    for (int i = 0; i < WIDEST; i++) highest = std::max(highest, top[i]);
+    for (int t = 0; t < n; t += WIDEST) {
+      const V weight = exponential<WIDEST>(load<V>(row + t) - highest);
+      store(row + t, weight);
+      added += weight;
+    }
+    const float factor = std::exp(running_maximum - highest);
+    sum = sum * factor + total<WIDEST>(added);
+    running_maximum = highest;
+    return factor;
+  }
+
+  // The slots of one split; see Plan::task_floats for what is left in `task`.
+  void run(int64_t head, int64_t split, float scaling, float softcap, float* task, float* chunk_maxima) {
+    b = head / call.kv_heads, h = head % call.kv_heads;
+    read_query(call.query, call.query_batch, call.query_head, call.query_token, scaling, query);
+    if (call.n_sink) read_query(call.sink_query, call.sink_batch, call.sink_head, call.sink_token, scaling, sink_query);
+    float *maxima = task, *sums = task + rows, *output = sums + rows;
+    std::fill(maxima, sums, LOWEST);
+    std::fill(sums, task + plan.task_floats(), 0.0f);
+    for (int64_t i = plan.chunks * split / plan.splits; i < plan.chunks * (split + 1) / plan.splits; i++) {
+      const int64_t first = i * plan.chunk, last = std::min(call.slots, first + plan.chunk);
+      score(query, first, last, scores.get());
+      if (const int64_t sinks = std::min(last, call.n_sink) - first; sinks > 0) {
+        score(sink_query, first, first + sinks, sink_scores.get());
+        for (int m = 0; m < rows; m++) memcpy(&scores[m * STRIDE], &sink_scores[m * STRIDE], 4 * sinks);
+      }
+      for (int m = 0; m < rows; m++) {
+        const float factor = soften(m, first, int(last - first), softcap, maxima[m], sums[m]);
+        for (int d = 0; d < value_dim && factor != 1.0f; d++) output[m * value_dim + d] *= factor;
+        if (!call.probabilities) continue;
+        memcpy(probability_row(head, m) + first, &scores[m * STRIDE], 4 * (last - first));
+        chunk_maxima[(head * rows + m) * plan.chunks + i] = maxima[m];
+      }
+      // A chunk is summed by itself first: fewer roundings over a long cache.
+      std::fill(&fresh[0], &fresh[rows * STRIDE], 0.0f);
+      add_values(first, last);
+      for (int m = 0; m < rows; m++)
+        for (int d = 0; d < value_dim; d++) output[m * value_dim + d] += fresh[m * STRIDE + d];
+    }
+  }
+
+  float* probability_row(int64_t head, int m) const {
+    return floats_at(call.probabilities) + (head * rows + m) * call.slots;
+  }
+
+  // The splits of one KV head become its output; weights become probabilities.
+  void merge(int64_t head, const float* tasks, const float* chunk_maxima) const {
+    for (int m = 0; m < rows; m++) {
+      float highest = LOWEST, sum = 0.0f, *output = floats_at(call.output) + (head * rows + m) * value_dim;
+      for (int64_t s = 0; s < plan.splits; s++) highest = std::max(highest, tasks[s * plan.task_floats() + m]);
+      if (call.sink_logits) {
+        const float logit = floats_at(call.sink_logits)[head % call.kv_heads * call.heads + m / call.tokens];
+        highest = std::max(highest, logit), sum = std::exp(logit - highest);
+      }
+      std::fill(output, output + value_dim, 0.0f);
+      for (int64_t s = 0; s < plan.splits; s++) {
+        const float* task = tasks + s * plan.task_floats();
+        const float weight = std::exp(task[m] - highest), *from = task + 2 * rows + m * value_dim;
+        sum += weight * task[rows + m];
+        for (int d = 0; d < value_dim; d++) output[d] += weight * from[d];
+      }
+      for (int d = 0; d < value_dim; d++) output[d] /= sum;
+      for (int64_t i = 0; call.probabilities && i < plan.chunks; i++) {
+        const float factor = std::exp(chunk_maxima[(head * rows + m) * plan.chunks + i] - highest) / sum;
+        float *row = probability_row(head, m), *end = row + std::min(call.slots, (i + 1) * plan.chunk);
+        for (float* p = row + i * plan.chunk; p < end; p++) *p *= factor;
+      }
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" void kvbench_attend(const int64_t* packed_call, double scaling, double softcap) {
+  const Call& call = *reinterpret_cast<const Call*>(packed_call);
+  const Plan plan(call);
+  const int64_t head_floats = plan.splits * plan.task_floats();
+  const std::unique_ptr<float[]> tasks(new float[plan.heads * head_floats]);
+  const std::unique_ptr<float[]> maxima(call.probabilities ? new float[plan.heads * call.rows() * plan.chunks] : nullptr);
+  std::vector<std::atomic<int64_t>> finished(plan.heads);
+#pragma omp parallel num_threads(int(plan.threads)) if (plan.threads > 1)
+  {
+    Worker worker(plan);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < plan.heads * plan.splits; task++) {
+      const int64_t head = task / plan.splits, split = task % plan.splits;
+      float* tasks_of_head = tasks.get() + head * head_floats;
+      worker.run(head, split, float(scaling), float(softcap), tasks_of_head + split * plan.task_floats(), maxima.get());
+      // Whoever finishes a head's last split merges it: no thread waits for another until the end.
+      if (++finished[head] == plan.splits) worker.merge(head, tasks_of_head, maxima.get());
+    }
+  }
+}
+
+// Reads memory and adds it up: the yardstick for the kernel above.
+extern "C" float kvbench_read(const float* from, int64_t floats, [[maybe_unused]] int64_t threads) {
+  constexpr int64_t BLOCK = 1 << 16;
+  float sum = 0.0f;
+#pragma omp parallel for num_threads(int(threads)) if (threads > 1) schedule(static) reduction(+ : sum)
+  for (int64_t block = 0; block < floats / BLOCK; block++) {
+    Float<WIDEST> part[8] = {};
+    for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i += 8 * WIDEST)
+      for (int j = 0; j < 8; j++) part[j] += load<Float<WIDEST>>(from + i + j * WIDEST);
+    for (const auto& p : part) sum += total<WIDEST>(p);
+  }
+  return sum;
+}

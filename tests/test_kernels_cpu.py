@@ -1,0 +1,445 @@
+"""The compiled CPU kernel against the torch reference in float64, and how it is compiled and chosen."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.rule import KeepRule
+from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
+from kvbench.decode import step
+from kvbench.errors import UserError
+from kvbench.kernels import REFERENCE, choose, compile, compiled, reference
+from kvbench.kernels.compile import CannotCompile, loaded_openmp
+from kvbench.kernels.cpu import MOST_ROWS, CpuKernel, pack_parts
+from kvbench.kernels.parts import Axis, Dense, Packed, Part
+from kvbench.kernels.prefill import Scoring
+from kvbench.kernels.quantise import pack, quantise
+from kvbench.methods.full import Full
+from kvbench.methods.h2o import H2O
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.per_token import PerToken
+from kvbench.methods.streaming_llm import StreamingLLM
+from tests.models import random_llama
+
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> CpuKernel:
+    """The kernel itself. Fails where there is no compiler: the tests have one wherever they run."""
+    found = compiled()
+    assert isinstance(found, CpuKernel), found
+    return found
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest error of a row, relative to the row."""
+    want = want.to(torch.float64)
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)).max())
+
+
+def check(kernel: CpuKernel, query: Tensor, keys: list[Part], values: list[Part], scoring: Scoring,
+          tolerance: float = 1e-5, **options: Tensor | int | None) -> None:  # fmt: skip
+    """The kernel takes the call, and output and probabilities are those of the reference in float64."""
+    assert pack_parts(query, keys, values) is not None
+    exact = dict(options)
+    if isinstance(sink := options.get("sink_query"), Tensor):
+        exact["sink_query"] = sink.to(torch.float64)
+    want = reference.attend(query.to(torch.float64), keys, values, scoring, **exact)  # type: ignore[arg-type]
+    got = kernel.attend(query, keys, values, scoring, **options)  # type: ignore[arg-type]
+    assert got[1] is not None and got[1].dtype == torch.float32 and got[0].dtype == query.dtype
+    assert got[0].shape == want[0].shape and got[1].shape == want[1].shape
+    assert relative(got[0].to(torch.float64), want[0]) < tolerance
+    assert relative(got[1].to(torch.float64), want[1]) < tolerance
+    assert kernel.attend(query, keys, values, scoring, **options, want_probabilities=False)[1] is None  # type: ignore[arg-type]
+
+
+def dense(rows: Tensor, dtype: torch.dtype, spare: int = 3) -> Dense:
+    """Rows as a slice of a longer buffer."""
+    buffer = torch.full((*rows.shape[:2], rows.shape[2] + 2 * spare, rows.shape[3]), torch.nan, dtype=dtype)
+    buffer[:, :, spare : spare + rows.shape[2]] = rows
+    return Dense(buffer[:, :, spare : spare + rows.shape[2]])
+
+
+def packed(rows: Tensor, axis: Axis, bits: int, group: int, spare: int = 2) -> Packed:
+    """Quantised rows as a slice of longer buffers."""
+    groups = rows.unflatten(2, (-1, group)).mT if axis == "token" else rows.unflatten(-1, (-1, group))
+    codes, scale, minimum = quantise(groups, bits)
+    parts = []
+    for tensor, filler in ((pack(codes, bits), 255), (scale, torch.nan), (minimum, torch.nan)):
+        lead, n, rest = tensor.shape[:2], tensor.shape[2], tensor.shape[3:]
+        buffer = torch.full((*lead, n + spare, *rest), filler, dtype=tensor.dtype)
+        buffer[:, :, :n] = tensor
+        parts.append(buffer[:, :, :n])
+    return Packed(parts[0], parts[1], parts[2], bits, group, axis)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random call. cuts: for the keys, then the values, (slots, kind) of each part."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    tokens: int
+    dims: tuple[int, int]
+    cuts: tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]
+    mask: str
+    softcap: float | None
+    sinks: bool
+    n_sink: int
+    seed: int
+
+
+CODES = [f"{axis} {bits} {size}" for axis in ("token", "channel") for bits in (8, 4, 2) for size in (8, 32)]
+KINDS = ["float32", "bfloat16", "float16", *CODES]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    length = draw(st.sampled_from([1, 2, 5, 31, 64, 65, 257, 520, 1100]))
+    dims = draw(st.tuples(*[st.sampled_from([32, 40, 64, 72, 80, 96, 128, 256])] * 2))
+    cuts = []
+    for dim in dims:
+        parts, left = [], length
+        while left:
+            kind = draw(st.sampled_from(KINDS))
+            axis, _, size = kind.partition(" ")
+            unit = int(size.split()[1]) if size else 1
+            if (axis == "channel" and dim % unit) or (axis == "token" and left < unit):
+                kind, axis, unit = "float32", "float32", 1
+            n = draw(st.integers(1, left)) if len(parts) < 3 else left
+            n = max(n // unit, 1) * unit if axis == "token" else n
+            parts.append((min(n, left), kind))
+            left -= parts[-1][0]
+        cuts.append(tuple(parts))
+    return Case(
+        draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 5, 8])),
+        draw(st.sampled_from([1, 1, 1, 2, 5])), dims, (cuts[0], cuts[1]),
+        draw(st.sampled_from(["none", "full", "heads", "tokens"])), draw(st.sampled_from([None, None, 30.0, 2.0])),
+        draw(st.booleans()), draw(st.sampled_from([0, 0, 1, 4, 40])), draw(st.integers(0, 999)),
+    )  # fmt: skip
+
+
+def build_side(rows: Tensor, cuts: tuple[tuple[int, str], ...]) -> list[Part]:
+    parts: list[Part] = []
+    start = 0
+    for n, kind in cuts:
+        piece, words = rows[:, :, start : start + n], kind.split()
+        if len(words) == 1:
+            parts.append(dense(piece, getattr(torch, kind)))
+        else:
+            parts.append(packed(piece, "token" if words[0] == "token" else "channel", int(words[1]), int(words[2])))
+        start += n
+    return parts
+
+
+@settings(max_examples=500, deadline=None)
+@given(case=cases())
+def test_random_calls(kernel: CpuKernel, case: Case) -> None:
+    draw = torch.Generator().manual_seed(case.seed)
+    lead, length, heads = (case.batch, case.kv_heads), sum(n for n, _ in case.cuts[0]), case.kv_heads * case.group
+    key, value = (torch.randn(*lead, length, dim, generator=draw) + 0.3 for dim in case.dims)
+    # As a model makes them: heads and tokens swapped, so that rows are strided.
+    query, sink_query = torch.randn(2, case.batch, case.tokens, heads, case.dims[0], generator=draw).transpose(2, 3)
+    shapes = {"full": (*lead, case.tokens), "heads": (*lead, 1), "tokens": (1, 1, case.tokens)}
+    visible = None
+    if case.mask != "none":
+        visible = torch.rand(*shapes[case.mask], length, generator=draw) < 0.6
+        visible[..., length // 2] = True
+    logits = torch.randn(heads, generator=draw) if case.sinks else None
+    scoring = Scoring(case.dims[0] ** -0.5, case.softcap, None, logits)
+    n_sink = min(case.n_sink, length)
+    check(kernel, query, build_side(key, case.cuts[0]), build_side(value, case.cuts[1]), scoring, visible=visible,
+          sink_query=sink_query if n_sink else None, n_sink=n_sink)  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [8, 16, 24, 32, 64, 128])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_every_width_and_axis(kernel: CpuKernel, axis: Axis, bits: int, group: int) -> None:
+    """On both sides, with a dense residual behind, over more than one chunk of the softmax."""
+    dim = 96 if group == 24 else 128
+    draw = torch.Generator().manual_seed(bits)
+    key, value = torch.randn(2, 1, 2, 6 * 128 + 24, dim, generator=draw)
+    n = 768
+    sides = [[packed(x[:, :, :n], axis, bits, group), dense(x[:, :, n:], torch.float32)] for x in (key, value)]
+    check(kernel, torch.randn(1, 6, 1, dim, generator=draw), *sides, Scoring(dim**-0.5))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_16_bit_queries(kernel: CpuKernel, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 2, 3, 300, 64, generator=draw)
+    query = torch.randn(2, 9, 1, 64, generator=draw).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3  # the output is rounded to the query's dtype
+    parts: tuple[list[Part], list[Part]] = ([dense(key, dtype)], [dense(value, dtype)])
+    got, _ = kernel.attend(query, *parts, Scoring(0.125))
+    want, _ = reference.attend(query.to(torch.float64), *parts, Scoring(0.125))
+    assert got.dtype == dtype and relative(got.to(torch.float64), want) < tolerance
+
+
+def test_threads_share_the_work(kernel: CpuKernel) -> None:
+    """Ranges of one head on several threads give what one thread gives; whole chunks of it masked."""
+    draw = torch.Generator().manual_seed(1)
+    key, value = torch.randn(2, 1, 1, 9000, 64, generator=draw)
+    query = torch.randn(1, 3, 2, 64, generator=draw)
+    visible = torch.ones(1, 1, 2, 9000, dtype=torch.bool)
+    visible[..., 1000:6000] = False
+    keys, values = [dense(key, torch.float32)], [packed(value, "channel", 4, 32)]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            check(kernel, query, keys, values, Scoring(0.3, softcap=20.0), visible=visible)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_float16_extremes(kernel: CpuKernel) -> None:
+    """Subnormal float16 numbers count, and an infinite score takes all of the attention."""
+    rows = torch.tensor([6e-8, 5e-5, 6.2e-5, 0.0, -0.0, 65504.0, -65504.0, 1.0]).to(torch.float16)
+    key = rows.repeat(1, 1, 5, 8)
+    key[:, :, 2] = 1e-6
+    query = torch.full((1, 1, 1, 64), 1e-3)
+    query[..., 5::8] = query[..., 6::8] = 0.0
+    check(kernel, 1e3 * query, [Dense(key)], [Dense(key)], Scoring(1.0))
+
+
+def test_a_row_that_sees_nothing_is_nan(kernel: CpuKernel) -> None:
+    key = torch.ones(1, 1, 40, 32)
+    visible = torch.zeros(1, 1, 1, 40, dtype=torch.bool)
+    for attend in (kernel.attend, REFERENCE.attend):
+        output, _ = attend(torch.ones(1, 1, 1, 32), [Dense(key)], [Dense(key)], Scoring(1.0), visible=visible)
+        assert output.isnan().all()
+
+
+REFUSED = {
+    "float64": lambda k: (torch.ones(1, 1, 1, 64, dtype=torch.float64), [Dense(k)]),
+    "head of 20": lambda k: (torch.ones(1, 1, 1, 20), [Dense(k[..., :20])]),
+    "every second channel": lambda k: (torch.ones(1, 1, 1, 32), [Dense(k[..., ::2])]),
+    "3 bits": lambda k: (torch.ones(1, 1, 1, 64), [packed(k, "channel", 3, 32)]),
+    "float64 rows": lambda k: (torch.ones(1, 1, 1, 64), [Dense(k.double())]),
+    "many queries": lambda k: (torch.ones(1, 1, MOST_ROWS + 1, 64), [Dense(k)]),
+    "an empty part": lambda k: (torch.ones(1, 1, 1, 64), [Dense(k[:, :, :0])]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_goes_to_the_reference(kernel: CpuKernel, name: str) -> None:
+    query, parts = REFUSED[name](torch.randn(1, 1, 40, 64, generator=torch.Generator().manual_seed(2)))
+    assert pack_parts(query, parts, parts) is None
+    got, want = (attend(query, parts, parts, Scoring(0.2)) for attend in (kernel.attend, reference.attend))
+    assert torch.equal(got[0], want[0])
+
+
+def test_parts_that_do_not_match_are_refused(kernel: CpuKernel) -> None:
+    """Memory is never read beyond what the tensors own: the reference's own error comes instead."""
+    query, key = torch.ones(1, 2, 1, 64), torch.ones(1, 2, 40, 64)
+    wrong: list[tuple[list[Part], list[Part]]] = [
+        ([Dense(key)], [Dense(key[:, :, :39])]),
+        ([Dense(key)], [Dense(key[:, :1])]),
+        ([Dense(key[..., :32])], [Dense(key)]),
+        ([Dense(key), Dense(key[..., :32])], [Dense(key), Dense(key)]),
+    ]
+    for keys, values in wrong:
+        assert pack_parts(query, keys, values) is None
+    short = packed(key, "channel", 4, 32)
+    short = Packed(short.codes, short.scale[:, :, :20], short.minimum[:, :, :20], 4, 32, "channel")
+    assert pack_parts(query, [short], [Dense(key)]) is None
+
+
+WRITABLE = [DenseStore(), DenseStore("bfloat16"), PerToken(8, 8), PerToken(4, 4), PerToken(2, 2)]
+
+
+@pytest.mark.parametrize("store", WRITABLE, ids=repr)
+def test_after_thousands_of_overwrites(kernel: CpuKernel, store: Store) -> None:
+    slots, draw = 70, torch.Generator().manual_seed(3)
+    held = store.allocate(SlotShape(2, 3, 64, 64, slots, 1, torch.float32, CPU))
+    held.append(*torch.randn(2, 2, 3, slots, 64, generator=draw))
+    for i in range(4000):
+        at = torch.randint(slots, (2, 3, 1), generator=draw)
+        held.overwrite(at, *torch.randn(2, 2, 3, 1, 64, generator=draw))
+        if i % 500 == 499:
+            check_slots(kernel, held, draw)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_kivi_cache_as_it_grows(kernel: CpuKernel, bits: int) -> None:
+    """Past several flushes of the keys and turns of the ring of values."""
+    draw = torch.Generator().manual_seed(bits)
+    held = Kivi(bits, bits, 32, 64).allocate(SlotShape(1, 2, 64, 96, 2000, 3, torch.float32, CPU))
+    held.fill(*(torch.randn(1, 2, 201, dim, generator=draw) for dim in (64, 96)))
+    held.settle()
+    for _ in range(400):
+        q = int(torch.randint(1, 4, (), generator=draw))
+        held.append(*(torch.randn(1, 2, q, dim, generator=draw) for dim in (64, 96)))
+        if held.length % 5 == 0:
+            check_slots(kernel, held, draw)
+        held.settle()
+
+
+def check_slots(kernel: CpuKernel, held: Slots, draw: torch.Generator) -> None:
+    keys, values = list(held.key_parts()), list(held.value_parts())
+    batch, kv_heads = (2, 3) if isinstance(keys[0], Dense) or keys[0].axis == "channel" else (1, 2)
+    check(kernel, torch.randn(batch, 3 * kv_heads, 1, 64, generator=draw), keys, values, Scoring(0.125))
+
+
+METHODS: dict[str, tuple[KeepRule, Store]] = {
+    "full": (Full(), DenseStore()),
+    "kivi2": (Full(), Kivi(2, 2, 32, 32)),
+    "h2o": (H2O(budget=40), DenseStore()),
+    "h2o+int8": (H2O(budget=40), PerToken(8, 8)),
+    "streaming_llm": (StreamingLLM(budget=40), DenseStore()),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_decodes_as_through_the_reference(name: str) -> None:
+    """Steps of one token and of several, past evictions and flushes."""
+    model = random_llama(6, 2, 32, dtype=torch.float32)
+    ids = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(4))
+    method = Method(name, *METHODS[name])
+    caches = [build_cache(model, method, ids, 100, max_step=3, kernel=k) for k in ("cpu", "reference")]
+    assert [cache.kernel_name for cache in caches] == ["cpu-c++", "reference"]
+    for i in range(40):
+        fed = ids[:, i : i + (3 if i % 7 == 0 else 1)]
+        got, want = (step(model, fed, cache) for cache in caches)
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------- compiling and choosing
+
+TINY = 'extern "C" int kvbench_answer() { return 42; }'
+
+
+@pytest.fixture
+def tiny_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that compiles in a moment."""
+    monkeypatch.setattr(compile, "source", lambda name: TINY if name == "decode.cpp" else "")
+
+
+@pytest.fixture
+def fresh_choice() -> Iterator[None]:
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+def test_compiles_once(tiny_source: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile.load(tmp_path).kvbench_answer() == 42
+    (library,) = tmp_path.iterdir()  # and no leftovers
+    monkeypatch.setattr(compile, "compile_first", lambda *_: pytest.fail("compiled again"))
+    compile.load(tmp_path)
+    assert list(tmp_path.iterdir()) == [library]
+
+
+def test_another_source_compiler_flag_or_cpu_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, variants = compile.find_compiler(), compile.flag_variants(None)
+    seen = {compile.digest(compiler, variants), compile.digest(compiler, variants[1:])}
+    monkeypatch.setattr(compile, "cpu_abilities", lambda: "another")
+    seen.add(compile.digest(compiler, variants))
+    monkeypatch.setattr(compile, "source", lambda name: "another")
+    seen.add(compile.digest(compiler, variants))
+    monkeypatch.setattr(compile, "run", lambda command: "another 1.0")
+    seen.add(compile.digest(compiler, variants))
+    assert len(seen) == 5
+
+
+def test_a_damaged_library_is_replaced(tiny_source: None, tmp_path: Path) -> None:
+    compile.load(tmp_path)
+    (library,) = tmp_path.iterdir()
+    library.unlink()  # this process has it mapped
+    library.write_bytes(b"\x7fELF, and then the disk was full")
+    assert compile.load(tmp_path).kvbench_answer() == 42
+
+
+def test_two_at_once_both_get_it(tiny_source: None, tmp_path: Path) -> None:
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(compile.load(tmp_path).kvbench_answer())) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [42, 42] and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("command", ["false", "no-such-compiler"])
+def test_a_broken_compiler_means_the_reference(
+    command: str, monkeypatch: pytest.MonkeyPatch, fresh_choice: None, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    kernel = choose(CPU)
+    assert kernel.name == "reference" and command in kernel.reason  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=f"kernel=cpu cannot be had: .*{command}.*; type kernel=reference"):
+        choose(CPU, wanted="cpu")
+
+
+def test_no_compiler_and_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "source", lambda name: "int main( {")
+    with pytest.raises(CannotCompile, match=r"failed with exit code 1: .*error"):
+        compile.load(tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotCompile, match="no C\\+\\+ compiler"):
+        compile.load(tmp_path)
+
+
+def test_a_cache_folder_that_is_a_file(tiny_source: None, tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("")
+    with pytest.raises(CannotCompile, match="exists"):
+        compile.load(tmp_path / "kernels")
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVBENCH_KERNEL", raising=False)
+    assert choose(CPU).name == choose(CPU, wanted="cpu").name == "cpu-c++"
+    assert choose(CPU, wanted="reference").name == "reference"
+    assert choose(CPU, torch.float64).name == choose(torch.device("meta")).name == "reference"
+    for attempt in (lambda: choose(CPU, torch.float64, "cpu"), lambda: choose(CPU, wanted="fast")):
+        with pytest.raises(UserError, match="kernel="):
+            attempt()
+    monkeypatch.setenv("KVBENCH_KERNEL", "reference")
+    assert choose(CPU).name == "reference" and choose(CPU, wanted="cpu").name == "cpu-c++"
+    monkeypatch.setenv("KVBENCH_KERNEL", "cpu")
+    assert choose(CPU).name == "cpu-c++" and choose(CPU, torch.float64).name == "reference"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_shares_torchs_threads(kernel: CpuKernel) -> None:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    assert [file for file in files if Path(file).name.startswith(("libgomp", "libomp", "libiomp"))] == [loaded_openmp()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's levels")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v2", "x86-64"])
+def test_older_cpus(level: str, tmp_path: Path) -> None:
+    """AVX2 only, and SSE only: other vector lengths, and float16 without hardware."""
+    variants: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((f"-march={level}",), ())]
+    older = CpuKernel(ctypes.CDLL(str(compile.compile_first(compile.find_compiler(), variants, tmp_path))))
+    test_float16_extremes(older)
+    for axis in ("token", "channel"):
+        for bits in (8, 4, 2):
+            for group in (8, 24, 32, 64):
+                test_every_width_and_axis(older, axis, bits, group)
+    for dtype in FLOATS:
+        test_16_bit_queries(older, dtype)
+    random_calls = test_random_calls.hypothesis.inner_test  # type: ignore[attr-defined]
+    settings(max_examples=60, deadline=None)(given(case=cases())(lambda case: random_calls(older, case)))()

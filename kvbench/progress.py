@@ -21,7 +21,7 @@ class Progress:
     def say(self, line: str) -> None:
         """One line for the person who waits."""
         if not self.quiet:
-            self.console.print(line, highlight=False, markup=False)
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, name: str, steps: int) -> "Iterator[Advance]":

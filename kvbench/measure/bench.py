@@ -14,6 +14,9 @@ from kvbench.model import LoadedModel
 from kvbench.progress import Progress
 from kvbench.results import Row
 
+NO_HOST_MEMORY = "can't allocate memory"
+"""What torch's CPU allocator says, in a plain RuntimeError."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -62,18 +65,30 @@ class Bench:
     def cell(self, entry: Entry, measure: str, **where: Any) -> Iterator[None]:
         """A block that may fail without ending the run: the failure becomes a row with its status and reason.
 
-        `where` are columns of the row (context=, depth=). User errors and interrupts pass through.
+        `where` are columns of the row (context=, depth=). Interrupts pass through.
         """
+        with self.shared([entry], measure, **where):
+            yield
+
+    @contextmanager
+    def shared(self, entries: list[Entry], measure: str, **where: Any) -> Iterator[None]:
+        """A block that `entries` have in common, as their prefill: its failure is a row of each."""
+        out_of_memory = False
         try:
             yield
         except Exception as error:  # any failure of one cell is a result, reported, and must not cost the others
-            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_HOST_MEMORY in str(error)
             status = "oom" if out_of_memory else "failed"
             note = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self.failures.append((entry.label, replace(entry.row, measure=measure, status=status, note=note, **where)))
-            self.tracebacks.append(f"{entry.label} {measure} {where}\n{traceback.format_exc()}")
-            if out_of_memory and torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            rows = {e.label: replace(e.row, measure=measure, status=status, note=note, **where) for e in entries}
+            self.failures.extend(rows.items())
+            self.tracebacks.append(f"{', '.join(rows)} {measure} {where}\n{traceback.format_exc()}")
+        if out_of_memory and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # here the frames that held the memory are gone
+
+    def alive(self, measure: str, **where: Any) -> list[Entry]:
+        """The methods that have not failed in that measure (at that place)."""
+        return [entry for entry in self.entries if not self.failed(entry, measure, **where)]
 
     def failed(self, entry: Entry, measure: str, **where: Any) -> bool:
         """Whether that method has failed in that measure (at that place) already."""

@@ -37,11 +37,11 @@ class Timed:
     step_ms: list[float] = field(default_factory=list)
     fed: int = 0
 
-    def affordable(self, count: int) -> int:
+    def affordable(self, count: int, timed: bool) -> int:
         """Steps of a turn of `count` that this method gets to run."""
         if not isinstance(self.cache, PrefixCache):
             return count
-        return max(0, min(count, 1 if not self.fed else RECOMPUTE_STEPS - len(self.step_ms)))
+        return min(count, RECOMPUTE_STEPS - len(self.step_ms) if timed else 1)
 
     def turn(self, bench: Bench, ids: Tensor, steps: int, timed: bool) -> None:
         """Feed the next `steps` tokens of ids [1, N], one at a time."""
@@ -64,27 +64,31 @@ def latency(bench: Bench, settings: Latency) -> Iterator[Finding]:
         steps = settings.warmup + settings.steps
         with bench.progress.phase(f"latency {context}", steps * len(bench.entries)) as advance:
             record, runs = _build(bench, context, steps)
+            if record is None:
+                continue
             ids = bench.tokens[context : context + steps].unsqueeze(0).to(bench.loaded.device)
             rounds = [min(ROUND, settings.steps - first) for first in range(0, settings.steps, ROUND)]
             for turn, count in enumerate([settings.warmup, *rounds]):
                 for run in runs:
-                    if not bench.failed(run.entry, "latency", context=context):
-                        with bench.cell(run.entry, "latency", context=context):
-                            run.turn(bench, ids, run.affordable(count), timed=turn > 0)
+                    with bench.cell(run.entry, "latency", context=context):
+                        run.turn(bench, ids, run.affordable(count, turn > 0), timed=turn > 0)
                     advance(count)
-        done = [run for run in runs if not bench.failed(run.entry, "latency", context=context) and run.step_ms]
-        for run in done:
+                # A cache that failed makes room for the others.
+                runs = [run for run in runs if not bench.failed(run.entry, "latency", context=context)]
+        for run in runs:
             medians[run.entry.label].append((context, float(np.median(run.step_ms))))
-        yield Finding([row for run in done for row in _rows(bench, run, record, context)])
-    yield Finding([row for entry in bench.entries for row in _slope(entry, medians[entry.label])])
+        yield Finding([row for run in runs for row in _rows(bench, run, record, context)])
+    yield Finding([row for entry in bench.entries for row in slope(entry, medians[entry.label])])
 
 
-def _build(bench: Bench, context: int, steps: int) -> tuple[PrefillRecord, list[Timed]]:
+def _build(bench: Bench, context: int, steps: int) -> tuple[PrefillRecord | None, list[Timed]]:
     ids = bench.tokens[:context].unsqueeze(0).to(bench.loaded.device)
-    prefill(bench.loaded.model, ids[:, : min(64, context)])  # first-call costs are not the prompt's
-    record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries])
-    runs = []
-    for entry in bench.entries:
+    runs: list[Timed] = []
+    record: PrefillRecord | None = None
+    with bench.shared(bench.entries, "latency", context=context):
+        prefill(bench.loaded.model, ids[:, : min(64, context)])  # first-call costs are not the prompt's
+        record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries])
+    for entry in bench.entries if record is not None else []:
         with bench.cell(entry, "latency", context=context):
             cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=steps, kernel=bench.kernel)
             observed = sum(record.observe_ms[o] for o in dict.fromkeys(entry.method.rule.observations()))
@@ -120,7 +124,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _slope(entry: Entry, medians: list[tuple[int, float]]) -> list[Row]:
+def slope(entry: Entry, medians: list[tuple[int, float]]) -> list[Row]:
     """Least-squares slope of the median step over contexts, ms per 1,000 context tokens."""
     if len(medians) < 2:
         return []

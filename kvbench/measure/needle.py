@@ -59,39 +59,61 @@ class Answer:
 def needle(bench: Bench, settings: Needle) -> Iterator[Finding]:
     """One finding a length: rows hits, hit_rate, engaged, kept_tokens a method and depth, and one over all depths."""
     for length in settings.lengths:
-        prompts = [
-            make_prompt(bench, length, depth, sample) for depth in settings.depths for sample in range(settings.samples)
-        ]
+        prompts = make_prompts(bench.loaded.tokenizer, bench.tokens, bench.seed, settings, length)
         answers: dict[str, dict[int, Answer]] = {entry.label: {} for entry in bench.entries}
         with bench.progress.phase(f"needle {length}", len(prompts) * len(bench.entries)) as advance:
             for batch in _batches(prompts, settings.batch):
                 _ask(bench, settings, length, [prompts[i] for i in batch], batch, answers)
                 advance(len(batch) * len(bench.entries))
-        done = [e for e in bench.entries if not bench.failed(e, "needle", context=length)]
+        done = bench.alive("needle", context=length)
         rows = [row for entry in done for row in _rows(bench, entry, settings, length, prompts, answers)]
         yield Finding(rows, _samples(bench, done, prompts, answers, settings))
 
 
-def make_prompt(bench: Bench, length: int, depth: float, sample: int) -> Prompt:
+def check_prompts(tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, max_positions: int | None) -> None:
+    """Raise UserError, before anything runs, for a prompt that cannot be made or does not fit the model's positions."""
+    for length in settings.lengths:
+        prompts = make_prompts(tokenizer, tokens, seed, settings, length)
+        needed = length + max(len(prompt.question) for prompt in prompts) + ANSWER_TOKENS
+        if max_positions is not None and needed > max_positions:
+            raise UserError(
+                f"needle.lengths={length} needs {needed} positions with question and answer, and the model has "
+                f"{max_positions}; type needle.lengths={length - needed + max_positions} or less"
+            )
+
+
+def make_prompts(tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int) -> list[Prompt]:
+    """All prompts of a length, depth by depth."""
+    return [
+        make_prompt(tokenizer, tokens, seed, length, depth, sample)
+        for depth in settings.depths for sample in range(settings.samples)
+    ]  # fmt: skip
+
+
+def make_prompt(tokenizer: Any, tokens: Tensor, seed: int, length: int, depth: float, sample: int) -> Prompt:
     """The prompt of one cell, the same for every method: word, value and stretch of text drawn from the seed.
 
-    Raises UserError where the text or the length is too short, and RuntimeError if the needle did not survive.
+    Raises UserError where the text or the length is too short, or where the needle does not survive.
     """
-    tokenizer = bench.loaded.tokenizer
-    draw = random.Random(f"{bench.seed}/{length}/{depth}/{sample}")
+    draw = random.Random(f"{seed}/{length}/{depth}/{sample}")
     word, value = draw.choice(WORDS), str(draw.randrange(10_000, 100_000))
     pin = _encode(tokenizer, NEEDLE.format(word=word, value=value))
     question = _encode(tokenizer, QUESTION.format(word=word))
     room = length - len(pin)
     if room < 1:
         raise UserError(f"needle.lengths={length} has no room for the needle; type {2 * len(pin)} or more")
-    start = draw.randrange(0, len(bench.tokens) - room + 1)
-    hay = bench.tokens[start : start + room].tolist()
+    if room > len(tokens):
+        raise UserError(f"needle.lengths={length} needs {room} tokens of text and there are {len(tokens)}; type less")
+    start = draw.randrange(0, len(tokens) - room + 1)
+    hay = tokens[start : start + room].tolist()
     at = round(depth * room)
     ids = hay[:at] + pin + hay[at:]
     text = tokenizer.decode(ids)
     if f"number for {word} is: {value}" not in text or len(ids) != length:
-        raise RuntimeError(f"the needle was broken while building a prompt of {length} tokens at depth {depth}")
+        raise UserError(
+            f"this tokenizer breaks the needle ('{' '.join(tokenizer.decode(pin).split())}' came back); "
+            f"leave needle out: measure='[perplexity,memory,latency]'"
+        )
     return Prompt(length, depth, sample, ids, question, word, value)
 
 
@@ -117,16 +139,20 @@ def _ask(bench: Bench, settings: Needle, length: int, prompts: list[Prompt], ind
     question = torch.tensor([prompt.question for prompt in prompts], device=device)
     if settings.question == "before":
         context = torch.cat([context, question], dim=1)
-    entries = [entry for entry in bench.entries if not bench.failed(entry, "needle", context=length)]
-    record = prefill(model, context, [entry.method.rule for entry in entries])
-    for entry in entries:
+    entries = bench.alive("needle", context=length)
+    record: PrefillRecord | None = None
+    with bench.shared(entries, "needle", context=length):
+        record = prefill(model, context, [entry.method.rule for entry in entries])
+    for entry in entries if record is not None else []:
         with bench.cell(entry, "needle", context=length):
             texts, engaged, kept = _answer(bench, entry, record, question if settings.question == "after" else None)
             for i, prompt, text in zip(indices, prompts, texts, strict=True):
                 answers[entry.label][i] = Answer(text, is_hit(text, prompt.value), engaged, kept)
 
 
-def _answer(bench: Bench, entry: Entry, record: PrefillRecord, question: Tensor | None) -> tuple[list[str], bool, float]:
+def _answer(
+    bench: Bench, entry: Entry, record: PrefillRecord, question: Tensor | None
+) -> tuple[list[str], bool, float]:
     """The answers, whether the cache had been compressed before they began, and tokens kept at their end."""
     fed = 0 if question is None else question.shape[1]
     cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=fed + ANSWER_TOKENS,
@@ -162,7 +188,7 @@ def _rows(bench: Bench, entry: Entry, settings: Needle, length: int, prompts: li
     ]
     for depth, cell in [*groups, (None, list(range(len(prompts))))]:
         hits, n = sum(mine[i].hit for i in cell), len(cell)
-        blind = bool(full) and not any(full[i].hit for i in cell)
+        blind = all(i in full for i in cell) and not any(full[i].hit for i in cell)
         note = "uninformative: the full cache finds none of these" if blind else None
         low, high = wilson(hits, n)
         here = replace(base, depth=depth, n=n, note=note)

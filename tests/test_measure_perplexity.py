@@ -1,0 +1,269 @@
+"""Perplexity: equal to plain transformers where nothing is compressed, and through the compressed cache where it is."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import special, stats
+from torch import Tensor
+
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
+from kvbench.decode import step
+from kvbench.measure import perplexity as measured
+from kvbench.measure.bench import Bench
+from kvbench.measure.perplexity import perplexity, window_offsets
+from kvbench.methods.full import Full
+from kvbench.methods.h2o import H2O
+from kvbench.methods.kivi import Kivi
+from kvbench.model import LoadedModel
+from kvbench.settings import Perplexity
+from tests.models import random_llama
+from tests.text import Breaks, bench_of, light, methods, rows_of, value
+
+CONTEXT, TOKENS = 40, 10
+MODEL = random_llama(4, 2, 16, dtype=torch.float32)
+TEXT = torch.randint(97, (2_000,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with light():
+        yield
+
+
+def settings(windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: int = TOKENS) -> Perplexity:
+    return Perplexity(context, tokens, windows, batch)
+
+
+def bench(named: dict[str, Method], **more: Any) -> Bench:
+    return bench_of(MODEL, named, TEXT, **more)
+
+
+def plain_nll(model: Any, ids: Tensor, context: int) -> np.ndarray:
+    """NLL of ids[context:] by one forward without a cache, the loss in numpy and float64."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].double().numpy()
+    log_p = special.log_softmax(logits[context - 1 : -1], axis=-1)
+    return -log_p[np.arange(len(log_p)), ids[context:].numpy()]
+
+
+def stored_logits(method: Method, ids: Tensor, context: int) -> np.ndarray:
+    """Logits [T, V] of each scored token, one step after another through the method's cache."""
+    record = prefill(MODEL, ids[None, :context], [method.rule])
+    cache = build_cache(MODEL, method, record, max_new_tokens=len(ids) - context)
+    logits = [cache.last_logits] + [
+        step(MODEL, ids[None, t : t + 1], cache)[:, -1] for t in range(context, len(ids) - 1)
+    ]
+    return torch.cat(logits).double().numpy()
+
+
+@dataclass(frozen=True)
+class Zeroed(DenseStore):
+    """Loses every value that it is given."""
+
+    def allocate(self, shape: SlotShape) -> DenseSlots:
+        slots = super().allocate(shape)
+        append = slots.append
+        slots.append = lambda key, value: append(key, torch.zeros_like(value))  # type: ignore[method-assign]
+        return slots
+
+
+def test_full_is_a_plain_forward() -> None:
+    offsets = window_offsets(len(TEXT), settings(windows=3))
+    rows = rows_of(perplexity(bench(methods("full")), settings(windows=3)))
+    expected = np.mean([plain_nll(MODEL, TEXT[o : o + CONTEXT + TOKENS], CONTEXT) for o in offsets])
+    assert value(rows, "full", "nll") == pytest.approx(expected, abs=1e-4)
+    assert value(rows, "full", "ppl") == pytest.approx(math.exp(expected), rel=1e-4)
+    assert value(rows, "full", "kl") == 0
+    assert value(rows, "full", "top1") == 1
+    assert value(rows, "full", "nll_minus_full") == 0
+
+
+@pytest.mark.slow
+def test_full_is_a_plain_forward_on_a_real_model(smollm2: LoadedModel, essays_folder: Any) -> None:
+    text = (essays_folder / "worked.txt").read_text()
+    tokens = torch.tensor(smollm2.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    asked = settings(context=256, tokens=32, windows=2)
+    rows = rows_of(perplexity(bench_of(smollm2.model, methods("full", "h2o", budget=64), tokens), asked))
+    windows = [tokens[o : o + asked.longest] for o in window_offsets(len(tokens), asked)]
+    expected = np.mean([plain_nll(smollm2.model, ids, asked.context) for ids in windows])
+    assert value(rows, "full", "nll") == pytest.approx(expected, abs=1e-4)
+    assert value(rows, "h2o", "kl") > 1e-3
+
+
+def test_recompute_is_full() -> None:
+    rows = rows_of(perplexity(bench(methods("full", "recompute")), settings(windows=2)))
+    assert value(rows, "recompute", "nll") == pytest.approx(value(rows, "full", "nll"), abs=1e-5)
+    assert value(rows, "recompute", "kl") == pytest.approx(0, abs=1e-6)
+    assert value(rows, "recompute", "kept_tokens") == 0
+    assert value(rows, "recompute", "held_bytes") == 0
+
+
+@pytest.mark.parametrize("name", ["h2o", "kivi", "streaming_llm", "random"])
+def test_distance_from_full_by_hand(name: str) -> None:
+    named = methods("full", name)
+    rows = rows_of(perplexity(bench(named), settings()))
+    ids = TEXT[: CONTEXT + TOKENS]
+    full, other = (special.log_softmax(stored_logits(m, ids, CONTEXT), axis=-1) for m in named.values())
+    kl = np.sum(np.exp(full) * (full - other), axis=-1)
+    assert kl[1:].min() > 1e-6, "this model does not notice the compression"
+    assert value(rows, name, "kl") == pytest.approx(kl.mean(), rel=1e-4)
+    assert value(rows, name, "top1") == np.mean(full.argmax(-1) == other.argmax(-1))
+    nll = -other[np.arange(TOKENS), ids[CONTEXT:].numpy()]
+    assert value(rows, name, "nll") == pytest.approx(nll.mean(), abs=1e-5)
+    assert value(rows, name, "nll_minus_full") == pytest.approx(
+        nll.mean() + full[np.arange(TOKENS), ids[CONTEXT:].numpy()].mean(), abs=1e-5
+    )
+
+
+def test_a_cache_that_loses_its_values_changes_every_prediction_but_the_first() -> None:
+    named = methods("full") | {"zeroed": Method("zeroed", Full(), Zeroed())}
+    one = rows_of(perplexity(bench(named), settings(tokens=1)))
+    assert value(one, "zeroed", "nll") == value(one, "full", "nll")  # from the prompt's own logits
+    rows = rows_of(perplexity(bench(named), settings()))
+    assert abs(value(rows, "zeroed", "nll_minus_full")) > 0.01
+    assert value(rows, "zeroed", "kl") > 0.01
+
+
+@pytest.mark.parametrize(
+    ("method", "context", "tokens", "engaged"),
+    [
+        (Method("x", Full(), DenseStore()), 40, 10, 0),
+        (Method("x", H2O(12), DenseStore()), 40, 10, 9 / 10),
+        (Method("x", H2O(50), DenseStore()), 40, 10, 0),
+        (Method("x", H2O(49), DenseStore()), 40, 10, 0),  # 49 tokens are fed: none is given up
+        # Token 4 after the prompt is the first over the budget; predictions 5 .. 9 come after it.
+        (Method("x", H2O(43), DenseStore()), 40, 10, 5 / 10),
+        (Method("x", Full(), Kivi(4, 4, 8, 16)), 16, 10, 9 / 10),
+        # Keys are quantised once 32 are there, 12 tokens after the prompt; predictions 13 .. 19 come after that.
+        (Method("x", Full(), Kivi(4, 4, 8, 32)), 20, 20, 7 / 20),
+        (Method("x", Full(), Kivi(4, 4, 8, 64)), 20, 20, 0),
+    ],
+)  # fmt: skip
+def test_engaged_is_the_share_predicted_after_a_compression(
+    method: Method, context: int, tokens: int, engaged: float
+) -> None:
+    rows = rows_of(perplexity(bench(methods("full") | {"x": method}), settings(context=context, tokens=tokens)))
+    assert value(rows, "x", "engaged") == pytest.approx(engaged)
+    assert (value(rows, "x", "kl") > 1e-9) == (engaged > 0)
+
+
+def test_kept_and_processed() -> None:
+    rows = rows_of(perplexity(bench(methods("full", "h2o", "kivi", budget=12)), settings(windows=3, batch=2)))
+    fed = CONTEXT + TOKENS - 1
+    assert [value(rows, name, "kept_tokens") for name in ("full", "h2o", "kivi")] == [fed, 12, fed]
+    assert [value(rows, name, "positions_processed") for name in ("full", "h2o", "kivi")] == [fed] * 3
+
+
+def test_windows_of_a_batch_are_windows_one_by_one() -> None:
+    named = methods("full", "h2o", "kivi", "random")
+    together = rows_of(perplexity(bench(named), settings(windows=5, batch=3)))
+    alone = rows_of(perplexity(bench(named), settings(windows=5, batch=1)))
+    assert len(together) == len(alone)
+    for a, b in zip(together, alone, strict=True):
+        assert (a.method, a.metric, a.n) == (b.method, b.metric, b.n)
+        if a.metric != "held_bytes":  # of a batch
+            assert a.value == pytest.approx(b.value, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 7, 13])
+@pytest.mark.parametrize("tokens", [650, 651, 1_000, 1_999])
+def test_windows_are_spread_over_the_text_and_do_not_overlap(windows: int, tokens: int) -> None:
+    offsets = window_offsets(tokens, settings(windows=windows))
+    assert len(offsets) == windows
+    assert offsets[0] == 0
+    assert all(later - earlier >= CONTEXT + TOKENS for earlier, later in itertools.pairwise(offsets))
+    assert windows == 1 or offsets[-1] + CONTEXT + TOKENS == tokens
+    gaps = [later - earlier for earlier, later in itertools.pairwise(offsets)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_samples_can_be_recomputed() -> None:
+    named = methods("full", "h2o")
+    (finding,) = perplexity(bench(named, save_tokens=True), settings(windows=3, batch=2))
+    assert [sample["window"] for sample in finding.samples] == [0, 1, 2]
+    nll: dict[str, list[float]] = {name: [] for name in named}
+    kl: dict[str, list[float]] = {name: [] for name in named}
+    for sample in finding.samples:
+        ids = sample["ids"]
+        assert ids == TEXT[sample["offset"] :][: CONTEXT + TOKENS].tolist()
+        assert sample["sha256"] == hashlib.sha256(",".join(str(i) for i in ids).encode()).hexdigest()
+        (full,) = (m for m in sample["methods"] if m["method"] == "full")
+        assert full["nll"] == pytest.approx(plain_nll(MODEL, torch.tensor(ids), CONTEXT).mean(), abs=1e-4)
+        for method in sample["methods"]:
+            nll[method["method"]].append(method["nll"])
+            kl[method["method"]].append(method["kl"])
+    for name in named:
+        assert np.mean(nll[name]) == pytest.approx(value(finding.rows, name, "nll"))
+        assert np.mean(kl[name]) == pytest.approx(value(finding.rows, name, "kl"))
+
+
+def test_tokens_are_stored_only_on_demand() -> None:
+    (finding,) = perplexity(bench(methods("full")), settings())
+    assert "ids" not in finding.samples[0]
+
+
+def test_intervals_are_those_of_a_normal_mean_over_tokens() -> None:
+    rows = rows_of(perplexity(bench(methods("full")), settings(windows=4)))
+    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in window_offsets(len(TEXT), settings(windows=4))]
+    nll = np.concatenate([plain_nll(MODEL, ids, CONTEXT) for ids in windows])
+    low, high = stats.norm.interval(0.95, nll.mean(), stats.sem(nll))
+    (row,) = (row for row in rows if row.metric == "nll")
+    assert (row.n, row.low, row.high) == (4 * TOKENS, pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    (row,) = (row for row in rows if row.metric == "ppl")
+    assert (row.low, row.high) == (pytest.approx(math.exp(low), rel=1e-3), pytest.approx(math.exp(high), rel=1e-3))
+
+
+def test_rows_say_how_they_were_measured() -> None:
+    rows = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=2)))
+    for row in rows:
+        assert (row.measure, row.context, row.batch, row.n, row.status) == ("perplexity", CONTEXT, 2, 2 * TOKENS, "ok")
+        assert row.note is not None and "2 windows of 40 + 10 tokens" in row.note and "BOS" in row.note
+
+
+# failures
+
+
+@pytest.mark.parametrize(("how", "note"), [("failed", "RuntimeError: broken"), ("oom", "OutOfMemoryError: broken")])
+def test_one_broken_method_leaves_the_others_whole(how: str, note: str) -> None:
+    clean = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=3, batch=1)))
+    broken = {"breaks": Method("breaks", Breaks(12, how, CONTEXT + 5), DenseStore())}
+    here = bench(methods("full") | broken | methods("h2o"))
+    rows = rows_of(perplexity(here, settings(windows=3, batch=1)))
+    assert rows == clean
+    ((label, row),) = here.failures
+    assert (label, row.measure, row.context, row.status) == ("breaks", "perplexity", CONTEXT, how)
+    assert row.note is not None and row.note.startswith(note)
+    assert row.value is None
+
+
+def test_without_a_baseline_there_is_an_nll_and_nothing_to_compare() -> None:
+    clean = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=2, batch=1)))
+    named = {"full": Method("full", Breaks(12, "failed", CONTEXT + 5), DenseStore())} | methods("h2o")
+    here = bench(named, save_tokens=True)
+    (finding,) = perplexity(here, settings(windows=2, batch=1))
+    assert {label for label, _ in here.failures} == {"full"}
+    assert value(finding.rows, "h2o", "nll") == value(clean, "h2o", "nll")
+    assert {row.metric for row in finding.rows}.isdisjoint({"kl", "top1", "nll_minus_full"})
+    assert [sample["methods"][0]["kl"] for sample in finding.samples] == [None, None]
+
+
+def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("too long")
+
+    monkeypatch.setattr(measured, "prefill", out_of_memory)
+    here = bench(methods("full", "h2o"))
+    (finding,) = perplexity(here, settings(windows=2, batch=1))
+    assert (finding.rows, [s["methods"] for s in finding.samples]) == ([], [[], []])
+    assert [(label, row.status, row.context) for label, row in here.failures] == [
+        ("full", "oom", CONTEXT), ("h2o", "oom", CONTEXT),
+    ]  # fmt: skip

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra import compose
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.errors import UserError
 
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
+
+GROUPS = ("method", "store", "model", "data")
+"""Config groups of which a run has one choice each."""
 
 ARCHITECTURES = {
     "mha": "model.id=meta-llama/Llama-2-7b-hf (as many KV heads as query heads)",
@@ -75,14 +78,15 @@ def method_configs(config: DictConfig, overrides: list[str]) -> list[MethodConfi
     else:
         found = [method_config(entry) for entry in _compose_entries(config.compare, overrides)]
     if not any(method.is_baseline for method in found):
-        common = _without(overrides, "compare", "method", "store")
+        # What was said about another method's own settings is none of the baseline's.
+        common = [override for override in _without(overrides, "compare") if _root(override) not in ("method", "store")]
         found.insert(0, method_config(compose("config", [*common, "method=full", "store=dense"])))
     found.sort(key=lambda method: not method.is_baseline)
     return list({json.dumps(method.effective, sort_keys=True): method for method in found}.values())
 
 
 def _compose_entries(compare: Any, overrides: list[str]) -> Iterator[DictConfig]:
-    entries = list(compare) if not isinstance(compare, str) else [compare]
+    entries = [compare] if isinstance(compare, str) else list(compare) if isinstance(compare, ListConfig) else []
     if not entries or not all(isinstance(entry, str) and entry.strip() for entry in entries):
         raise UserError(f"compare={compare} lists no methods; type compare='[full,h2o,h2o+int4]'")
     given = {_key(override) for override in overrides}
@@ -101,6 +105,10 @@ def entry_overrides(entry: str) -> list[str]:
         words = entry.split()
         if not any(word.startswith("method=") for word in words):
             raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")
+        others = [_key(word) for word in words if _root(word) not in ("method", "store", *KNOBS)]
+        if others:
+            raise UserError(f"compare entry '{entry}' sets {others[0]}; an entry takes method, store and their knobs "
+                            f"({', '.join(KNOBS)}), all else stands outside the list")  # fmt: skip
         return words
     method, _, store = entry.strip().partition("+")
     if not re.fullmatch(r"[\w.-]+", method) or (("+" in entry) and not re.fullmatch(r"[\w.-]+", store)):
@@ -110,6 +118,10 @@ def entry_overrides(entry: str) -> list[str]:
 
 def _key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
+
+
+def _root(override: str) -> str:
+    return _key(override).split(".", 1)[0]
 
 
 def _without(overrides: list[str], *keys: str) -> list[str]:
@@ -155,9 +167,9 @@ def _plain(node: DictConfig) -> dict[str, Any]:
 
 def check_measures(measures: Any) -> list[str]:
     """`measure` as a list of known names. Raises UserError otherwise."""
-    names = [measures] if isinstance(measures, str) else list(measures or [])
+    names = list(measures or []) if isinstance(measures, list | ListConfig | None) else [measures]
     for name in names:
-        if name not in MEASURES:
+        if str(name) not in MEASURES:
             raise UserError(f"measure={name} is unknown{did_you_mean(str(name), MEASURES)}; "
                             f"choose from {', '.join(MEASURES)}")  # fmt: skip
     if not names:
@@ -167,5 +179,5 @@ def check_measures(measures: Any) -> list[str]:
 
 def did_you_mean(word: str, known: Mapping[str, Any] | list[str]) -> str:
     """` (did you mean h2o?)`, or nothing where nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    near = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

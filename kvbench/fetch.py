@@ -221,13 +221,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Fetch the offline model and text into the cache folder "
         "(KVBENCH_CACHE, default the user's cache folder); what is there already is left alone.",
     )
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"one or more of: {', '.join(RECIPES)}")
-    names = parser.parse_args(arguments).names
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(RECIPES)}")
+    parser.add_argument(
+        "--for", dest="overrides", metavar="OVERRIDES",
+        help="every model and text that a command names: --for \"model=smollm2-135m,hub data=essays\"",
+    )  # fmt: skip
+    given = parser.parse_args(arguments)
+    names = given.names
     try:
+        if not names and given.overrides is None:
+            raise UserError(f"nothing is named: type {fetch_command('smollm2-135m essays')}, or --for \"OVERRIDES\"")
         for name in names:
             recipe_for(name)  # a wrong name is told before anything is downloaded
         for name in names:
             print(f"{name}: {fetch(name)}", flush=True)
+        if given.overrides is not None:
+            from kvbench.prefetch import fetch_for  # brings Hydra in
+
+            for line in fetch_for(given.overrides):
+                print(line, flush=True)
     except UserError as error:
         print(f"kvbench.fetch: {error}", file=sys.stderr)
         return 2

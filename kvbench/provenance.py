@@ -20,10 +20,16 @@ PACKAGES = (
     "kvbench", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "gguf",
     "triton", "numpy", "scipy", "pandas", "pyarrow", "hydra-core", "omegaconf", "matplotlib",
 )  # fmt: skip
-THREAD_VARIABLES = (
+VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY", "OMP_PROC_BIND",
-    "OMP_PLACES", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM",
+    "OMP_PLACES", "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "MALLOC_ARENA_MAX", "LD_PRELOAD",
+    "KVBENCH_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID",
+    "SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT",
 )  # fmt: skip
+"""Of the environment: what can move a number, where models come from, and which job this was."""
+MOST_DIFF = 200_000
+"""Characters of the working tree's diff that are kept."""
 SOURCE_SUFFIXES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
 
 
@@ -40,10 +46,12 @@ def collect(command: Sequence[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": package_versions(),
-        "cpu": {"name": cpu_name(), "logical_cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "host": platform.node(),
+        "cpu": {"name": cpu_name(), "logical_cores": os.cpu_count(), "usable_cores": _usable_cores(),
+                "clock_mhz": cpu_clock_mhz(), "load_average": list(os.getloadavg())},
         "memory_bytes": memory_bytes(),
         "gpus": gpus(),
-        "environment": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
@@ -70,7 +78,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout this package runs from and a hash of what differs from it.
+    """Commit of the checkout this package runs from, and what differs from it: a hash, the diff, the untracked files.
 
     None when the package is not running from its own checkout: an installed copy may well lie inside somebody
     else's repository, whose commit would say nothing.
@@ -92,6 +100,8 @@ def git_state() -> dict[str, Any] | None:
         "commit": commit.decode().strip() if commit else None,
         "dirty": dirty,
         "diff_sha256": digest.hexdigest() if dirty else None,
+        "diff": diff.decode(errors="replace")[:MOST_DIFF] or None,
+        "untracked": [os.fsdecode(name) for name in names],
     }
 
 
@@ -135,15 +145,39 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
+def cpu_clock_mhz() -> dict[str, float] | None:
+    """Slowest and fastest core at this moment, and the highest clock allowed where the system tells. None elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+    if not clocks:
+        return None
+    highest = _bytes_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq")).strip()
+    return {"min": min(clocks), "max": max(clocks)} | ({"limit": int(highest) / 1e3} if highest else {})
+
+
 def gpus() -> list[dict[str, str]]:
-    """One entry per NVIDIA GPU as nvidia-smi prints it: name, uuid, driver, memory in MiB. [] without one."""
-    fields = ("name", "uuid", "driver_version", "memory.total")
-    text = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    if text is None:
-        return []
-    names = ("name", "uuid", "driver", "memory_mib")
-    lines = [[cell.strip() for cell in line.split(",")] for line in text.decode(errors="replace").splitlines()]
-    return [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
+    """One entry per NVIDIA GPU as nvidia-smi prints it. [] without one.
+
+    name, uuid, driver, memory_mib; where the driver knows them also clocks in MHz, the power limit in W and the bits
+    that say what throttles it at this moment.
+    """
+    known = _smi({"name": "name", "uuid": "uuid", "driver": "driver_version", "memory_mib": "memory.total"})
+    # Asked apart: a driver that does not know one name answers none of a query.
+    for more in ({"clock_sm_mhz": "clocks.sm", "clock_sm_max_mhz": "clocks.max.sm", "clock_memory_mhz": "clocks.mem",
+                  "power_limit_w": "power.limit"}, {"throttle_reasons": "clocks_throttle_reasons.active"}):  # fmt: skip
+        found = _smi(more) if known else []
+        known = [gpu | of_gpu for gpu, of_gpu in zip(known, found, strict=True)] if len(found) == len(known) else known
+    return known
+
+
+def _smi(fields: dict[str, str]) -> list[dict[str, str]]:
+    """What nvidia-smi answers to its `fields`, one entry a GPU; [] where it does not."""
+    text = _output("nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits")
+    lines = [[cell.strip() for cell in line.split(",")] for line in (text or b"").decode(errors="replace").splitlines()]
+    return [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
 
 
 def memory_bytes() -> int | None:

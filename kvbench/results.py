@@ -11,10 +11,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,8 @@ import yaml  # type: ignore[import-untyped]
 
 from kvbench import provenance as provenance_of
 from kvbench.atomic import plain, read_json, to_json, write_atomic
+from kvbench.claims import is_alive, this_process
+from kvbench.committed import drop_list, read_statuses
 from kvbench.errors import UserError
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
@@ -110,8 +113,9 @@ SCHEMA = pa.schema([pa.field(name, _ARROW[KINDS[name]]) for name in COLUMNS])
 class RunFolder:
     """One run on disk: `results/<time>_<label>_<8 hex>` with the five files of a run, each always complete.
 
-    Make one with `RunFolder.create`. `add` after each measure, `finish` once; both rewrite whole files
-    atomically, so a report can be built at any moment.
+    Make one with `RunFolder.create`. `settle` whenever cells are measured (or `add` rows that belong to none), `finish`
+    once; all rewrite whole files atomically, so a report can be built at any moment. status.json is what counts: it
+    names the cells, with their status and their rows, and is written after the rows.
     """
 
     def __init__(self, path: Path, status: dict[str, Any]) -> None:
@@ -127,42 +131,77 @@ class RunFolder:
         config: Mapping[str, Any],
         provenance: Mapping[str, Any],
         key: str | None = None,
+        cells: Iterable[Mapping[str, Any]] = (),
     ) -> RunFolder:
         """Make the folder with config.yaml, provenance.json and status.json ("running") in it.
 
         `config` is the resolved configuration, `provenance` what `kvbench.provenance.collect` returns, `key`
-        the run's `resume_key`. Raises UserError if `results_dir` cannot be created or written.
+        the run's `resume_key`, `cells` what is to be measured (`Cell.record`). Raises UserError if `results_dir`
+        cannot be created or written.
         """
         check_writable(results_dir)
         results = Path(results_dir)
         results.mkdir(parents=True, exist_ok=True)
         now = datetime.now(UTC)
-        status = {
+        status: dict[str, Any] = {
             "status": "running", "started": now.isoformat(timespec="seconds"), "finished": None,
-            "pid": os.getpid(), "cells_done": 0, "error": None, "note": None, "key": key,
+            "pid": os.getpid(), "owner": this_process(), "cells_done": 0, "error": None, "note": None, "key": key,
         }  # fmt: skip
+        if cells := [{**cell, "status": "waiting"} for cell in cells]:
+            status |= {"rows": 0, "cells": cells}
         suffix = secrets.token_hex(4)
         # Filled under a hidden name and renamed, so that nobody ever sees a run folder without its files.
         hidden = results / f".new_{suffix}"
-        hidden.mkdir()
-        head = f"# resume key: {key}\n" if key else ""
-        write_atomic(hidden / CONFIG, head + yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
-        write_atomic(hidden / PROVENANCE, to_json(provenance))
-        write_atomic(hidden / STATUS, to_json(status))
         path = results / f"{now.astimezone():%Y-%m-%d_%H%M%S}_{clean_label(label)}_{suffix}"
-        hidden.rename(path)
+        head = f"# resume key: {key}\n" if key else ""
+        try:
+            hidden.mkdir()
+            write_atomic(hidden / CONFIG, head + yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+            write_atomic(hidden / PROVENANCE, to_json(provenance))
+            write_atomic(hidden / STATUS, to_json(status))
+            hidden.rename(path)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
         return cls(path, status)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Append rows and rewrite metrics.parquet. Rows without `run` get this folder's name."""
+        new = self._write_rows(rows)
+        cells = {tuple(getattr(row, name) for name in ("model", *KNOBS, "measure")) for row in [*self.rows, *new]}
+        self._update(cells_done=len(cells), rows=len(self.rows) + len(new))
+        self.rows.extend(new)
+
+    def settle(self, outcomes: Mapping[str, tuple[Sequence[Row], Mapping[str, Any]]]) -> None:
+        """Append the rows of cells and record what became of them, in one step that cannot be seen half done.
+
+        outcomes: for each cell's id its rows and the fields to set in its record (`status`, `note`, `seconds`).
+        """
+        rows: list[Row] = []
+        changes: dict[str, dict[str, Any]] = {}
+        for cell, (own, fields_) in outcomes.items():
+            start = len(self.rows) + len(rows)
+            rows += own
+            changes[cell] = {**fields_, **({"rows": [start, start + len(own)]} if own else {})}
+        new = self._write_rows(rows) if rows else []
+        cells = [{**cell, **changes.get(cell["id"], {})} for cell in self.cells]
+        done = sum(cell["status"] in ("ok", "oom") for cell in cells)
+        self._update(cells=cells, cells_done=done, rows=len(self.rows) + len(new))
+        self.rows.extend(new)
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """The records of the cells, as status.json has them."""
+        cells: list[dict[str, Any]] = self._status.get("cells", [])
+        return cells
+
+    def _write_rows(self, rows: Iterable[Row]) -> list[Row]:
         new = [row if row.run is not None else replace(row, run=self.path.name) for row in rows]
         table = _table([*self.rows, *new])  # converted before anything is kept: one bad row leaves the rest intact
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         write_atomic(self.path / METRICS, buffer.getvalue().to_pybytes())
-        self.rows.extend(new)
-        cells = {tuple(getattr(row, name) for name in ("model", *KNOBS, "measure")) for row in self.rows}
-        self._update(cells_done=len(cells))
+        return new
 
     def add_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append one JSON line a sample to samples.jsonl. Non-finite numbers are written as null."""
@@ -178,8 +217,9 @@ class RunFolder:
         self._update(status=status, note=note, error=error, finished=_now())
 
     def _update(self, **changes: Any) -> None:
-        self._status |= changes
-        write_atomic(self.path / STATUS, to_json(self._status))
+        status = self._status | changes
+        write_atomic(self.path / STATUS, to_json(status))
+        self._status = status
 
 
 def _table(rows: Sequence[Row]) -> pa.Table:
@@ -283,21 +323,38 @@ def _hidden(folder: Path, root: Path) -> bool:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """status.json of a run folder; {"status": "unknown"} if there is none or it cannot be read."""
-    return read_json(run / STATUS) or {"status": "unknown"}
+    """status.json of a run folder; {"status": "unknown"} if there is none or it cannot be read.
+
+    A run that calls itself running while its process is gone is "interrupted".
+    """
+    status = read_json(run / STATUS) or {"status": "unknown"}
+    if status["status"] == "running" and "owner" in status and not is_alive(status["owner"], run / STATUS):
+        status |= {"status": "interrupted", "note": "its process is gone; the same command goes on where it stopped"}
+    return status
 
 
 def load(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """All rows of run folders, or of folders of them, with the columns of `Row` in nullable dtypes.
 
-    Runs that have no metrics yet are skipped. Raises UserError, one line, if nothing is there to read.
+    Runs that have no metrics yet are skipped, and so are rows that their status.json does not vouch for and failures
+    that another of the runs has made good. Raises UserError, one line, if nothing is there to read.
     """
     runs = find_runs(paths)
+    statuses = read_statuses(runs, STATUS)  # before the rows: what it counts is there
     files = [run / METRICS for run in runs if (run / METRICS).exists()]
     if not files:
         states = ", ".join(sorted({str(read_status(run)["status"]) for run in runs}))
         raise UserError(f"{len(runs)} run folder(s) found, none has a {METRICS} yet (status: {states})")
-    return pd.concat([_read(file) for file in files], ignore_index=True)
+    dropped = drop_list(statuses)
+    return pd.concat(
+        [_read(file, statuses[file.parent].get("rows"), dropped.get(file.parent, set())) for file in files],
+        ignore_index=True,
+    )
+
+
+def rows_between(run: Path, start: int, stop: int) -> pd.DataFrame:
+    """Rows `start` up to `stop` of a run's metrics.parquet, as a cell's record names them."""
+    return _frame(pq.ParquetFile(run / METRICS).read().slice(start, stop - start))
 
 
 def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
@@ -305,11 +362,14 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return _frame(_table(list(rows)))
 
 
-def _read(file: Path) -> pd.DataFrame:
+def _read(file: Path, count: int | None, dropped: Set[int]) -> pd.DataFrame:
+    """The first `count` rows (None: all) but those whose numbers are in `dropped`."""
     try:
-        return _frame(pq.ParquetFile(file).read())
+        table = pq.ParquetFile(file).read()
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"{str(file)!r} is not a readable parquet file; remove it or restore it") from error
+    kept = [i for i in range(table.num_rows if count is None else min(count, table.num_rows)) if i not in dropped]
+    return _frame(table).iloc[kept]
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:

@@ -1,79 +1,108 @@
 """One experiment: load, prefill, build caches, measure, write rows. The only place where the steps meet."""
 
+import errno
 import json
-import signal
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import hydra.utils
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from kvbench import provenance
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import Method
 from kvbench.cache.rotary import rotate_back
-from kvbench.cache.rule import is_whole
+from kvbench.cache.rule import check_budget, is_whole
+from kvbench.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
 from kvbench.errors import UserError
-from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.job import EXIT_SOME_FAILED, Measures, Work, conclude, measure
+from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
-from kvbench.measure.needle import needle
+from kvbench.measure.needle import check_prompts, needle
 from kvbench.measure.perplexity import perplexity
-from kvbench.model import LoadedModel, ModelSpec, describe, load_model, load_tokenizer, model_spec
+from kvbench.model import (
+    LoadedModel,
+    ModelSpec,
+    describe,
+    load_model,
+    load_tokenizer,
+    model_spec,
+    pick_device,
+    pick_dtype,
+    revision_of,
+)
 from kvbench.progress import Progress
-from kvbench.report.tables import terminal_table
-from kvbench.results import Row, RunFolder, check_writable, frame_of, resume_key
-from kvbench.settings import Latency, Memory, Needle, Perplexity, read_settings
+from kvbench.results import Row, RunFolder, check_writable
+from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, read_settings
 from kvbench.shape import ModelShape
+from kvbench.sweep import Job, node_of
 
-MEASURES: dict[str, tuple[type[Any], Callable[[Bench, Any], Iterator[Finding]]]] = {
-    "perplexity": (Perplexity, perplexity),
-    "needle": (Needle, needle),
-    "memory": (Memory, memory),
-    "latency": (Latency, latency),
-}
+MEASURES: Measures = {"perplexity": perplexity, "needle": needle, "memory": memory, "latency": latency}
 
 KERNELS = ("auto", "reference", "cpu")
-EXIT_SOME_FAILED = 3
 
 
-def run(config: DictConfig, methods: list[MethodConfig]) -> int:
-    """Measure every method and write the run folder; returns 0, or 3 where a cell failed.
+def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
+    """Measure every cell that is not measured yet and write the run folder; returns 0, or 3 where a cell failed.
 
-    Everything that can be refused is refused first, with a UserError and before anything is written.
+    Everything that can be refused is refused first, with a UserError and before anything is written. Where all cells
+    are done already, no model is loaded and no folder made.
     """
     progress = Progress()
-    settings = {name: read_settings(MEASURES[name][0], name, _node(config, name)) for name in check_measures(config.measure)}
-    check_writable(config.results_dir)
+    measures = check_measures(config.measure)
+    settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
     _check_switches(config)
+    check_writable(job.folder)
     entries = [(method, instantiate(method)) for method in methods]
-    spec, text = model_spec(_node(config, "model")), load_text(_node(config, "data"))
-    shape = describe(spec)
-    tokens = tokenize(text, load_tokenizer(spec), shape.vocab_size)
+    spec, text = model_spec(node_of(config, "model")), load_text(node_of(config, "data"))
+    shape, tokenizer = describe(spec), load_tokenizer(spec)
+    tokens = tokenize(text, tokenizer, shape.vocab_size)
     check_lengths(settings, len(tokens), text, shape, spec)
+    if "needle" in settings:
+        check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
     check_methods([method for _, method in entries], settings, shape)
+    device = pick_device(spec.device)
+    facts = Facts(revision_of(spec), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
+                  str(config.kernel), torch.get_num_threads())  # fmt: skip
+    common = common_of(config)
+    work = Work(job, [(part, [with_key(cell_of(method, part, common), facts) for method in methods])
+                      for part in parts_of(settings)], facts.device)  # fmt: skip
+    left = work.left()
+    if not left:
+        return conclude(work, None)
     loaded = load_model(spec)
     for _, method in entries:
         if method.rule.sinks_in_place:
             rotate_back(loaded.model, 0)
     bench = Bench(loaded, _entries(entries, loaded, text, config), tokens, progress,
                   config.kernel, config.save_tokens, config.seed)  # fmt: skip
-    folder = RunFolder.create(config.results_dir, _label(methods), _resolved(config, methods), provenance.collect(),
-                              _key(config, methods, loaded, text))  # fmt: skip
-    with _recording(folder), kvbench_attention(loaded.model):
-        for name, setting in settings.items():
-            for finding in MEASURES[name][1](bench, setting):
-                _write(folder, finding)
-            _write(folder, Finding([row for _, row in bench.failures if row.measure == name]))
-    return _finish(folder, bench)
+    for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
+        progress.say(f"warning: {line}")
+    return _measure(work, bench, left, _label(methods), _resolved(config, methods))
+
+
+def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: dict[str, Any]) -> int:
+    try:
+        folder = RunFolder.create(
+            work.job.folder, label, resolved, provenance.collect(work.job.command),
+            cells=[cell.record() | {"device": work.device} for cell in left],
+        )  # fmt: skip
+        with kvbench_attention(bench.loaded.model):
+            measure(work, bench, folder, MEASURES)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"kvbench: {work.job.folder} is full ({error.strerror}); what was written before is whole: make room and "
+              "type the same command again", file=sys.stderr)  # fmt: skip
+        return EXIT_SOME_FAILED
+    return conclude(work, folder)
 
 
 def instantiate(config: MethodConfig) -> Method:
@@ -84,14 +113,24 @@ def instantiate(config: MethodConfig) -> Method:
 
 
 def check_lengths(settings: dict[str, Any], tokens: int, text: Text, shape: ModelShape, spec: ModelSpec) -> None:
-    """Raise UserError for a context longer than the text or than the model's positions, or a needle without words."""
+    """Raise UserError for a context longer than the text or than the model's positions, windows that would score a
+    token twice, or a needle without words."""
+    if "needle" in settings and spec.random:
+        raise UserError(f"needle needs words and {spec.name} has random weights; type measure='[memory,latency]'")
     for key, needed in _needed(settings):
         if needed > tokens:
             raise UserError(f"{key} needs {needed} tokens and data={text.name} has {tokens}; type a smaller {key}")
         if shape.max_positions is not None and needed > shape.max_positions:
-            raise UserError(f"{key} needs {needed} positions and {spec.name} has {shape.max_positions}; type a smaller {key}")
-    if "needle" in settings and spec.random:
-        raise UserError(f"needle needs words and {spec.name} has random weights; type measure='[memory,latency]'")
+            raise UserError(
+                f"{key} needs {needed} positions and {spec.name} has {shape.max_positions}; type a smaller {key}"
+            )
+    scored = settings.get("perplexity")
+    most = 1 if scored is None else 1 + (tokens - scored.longest) // scored.tokens
+    if scored is not None and scored.windows > most:
+        raise UserError(
+            f"perplexity.windows={scored.windows} would score some of the {tokens} tokens of data={text.name} twice; "
+            f"type perplexity.windows={most} or fewer"
+        )
 
 
 def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -99,7 +138,7 @@ def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
         if isinstance(setting, Perplexity):
             yield "perplexity.context + perplexity.tokens", setting.longest
         elif isinstance(setting, Needle):
-            yield "needle.lengths", max(setting.lengths) + 32  # question and answer come on top
+            yield "needle.lengths", max(setting.lengths)  # check_prompts counts question and answer
         elif isinstance(setting, Memory):
             yield "memory.contexts", max(setting.contexts) + setting.tokens
         elif isinstance(setting, Latency):
@@ -115,6 +154,17 @@ def check_methods(methods: list[Method], settings: dict[str, Any], shape: ModelS
         method.store.check(shape.head_dim, shape.head_dim)
         for prompt in sorted(prompts):
             method.rule.tokens(prompt)
+
+
+def small_prompts(methods: dict[str, Method], settings: dict[str, Any]) -> Iterator[str]:
+    """One line for each method whose budget is more than half of a measured prompt: little can be seen there."""
+    for label, method in methods.items():
+        few = [
+            f"{name} at {prompt}" for name, setting in settings.items() for prompt in _prompts(setting)
+            if 2 * (method.rule.tokens(prompt) or 0) > prompt
+        ]  # fmt: skip
+        if few:
+            yield f"{label} keeps more than half of the prompt, so little is compressed: {', '.join(few)} tokens"
 
 
 def _prompts(setting: Any) -> list[int]:
@@ -139,7 +189,9 @@ def _entries(
         repeat = labels[method_config.label]
         label = method_config.label if repeat == 1 else f"{method_config.label} #{repeat}"
         knobs = {key: value for key, value in method_config.columns.items() if value is not None}
-        others = _json(method_config.others)
+        # The column is the run's seed; a method of the list may have been given one of its own.
+        own_seed = {"seed": knobs["seed"]} if knobs.get("seed", config.seed) != config.seed else {}
+        others = _json(method_config.others | own_seed)
         row = replace(base, method=method_config.name, store=method_config.store, knobs=others,
                       **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip
         entries.append(Entry(method, label, row, knobs | method_config.others))
@@ -155,24 +207,19 @@ def _device_name(device: torch.device) -> str:
 
 
 def _check_switches(config: DictConfig) -> None:
-    """Set the thread count. Raises UserError for a switch that is none."""
+    """Set the thread count. Raises UserError for a switch that is none, and for a budget that is none, read or not."""
+    if config.budget is not None:
+        check_budget(config.budget)
     if config.kernel not in KERNELS:
         raise UserError(f"kernel={config.kernel} is unknown; choose from {', '.join(KERNELS)}")
     if not isinstance(config.save_tokens, bool):
         raise UserError(f"save_tokens={config.save_tokens} is not true or false")
-    for key, lowest in (("seed", 0), ("threads", 1)):
-        value = config[key] if config[key] is not None else lowest
-        if not is_whole(value) or value < lowest:
-            raise UserError(f"{key}={value} is not a whole number of at least {lowest}; type {key}=2, for example")
+    for key, lowest, highest in (("seed", 0, 2**32 - 1), ("threads", 1, os.cpu_count() or 1)):
+        value = lowest if key == "threads" and config.threads is None else config[key]
+        if not is_whole(value) or not lowest <= value <= highest:
+            raise UserError(f"{key}={value} is not a whole number from {lowest} to {highest}; type {key}=1")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-
-
-def _node(config: DictConfig, name: str) -> dict[str, Any]:
-    node = OmegaConf.to_container(config[name], resolve=True)
-    if not isinstance(node, dict):
-        raise UserError(f"{name}={node} is not a group of settings; type {name}.KEY=VALUE")
-    return {str(key): value for key, value in node.items()}
 
 
 def _label(methods: list[MethodConfig]) -> str:
@@ -187,56 +234,3 @@ def _resolved(config: DictConfig, methods: list[MethodConfig]) -> dict[str, Any]
     assert isinstance(nodes, dict)
     return {"measure": check_measures(config.measure), "methods": [method.effective for method in methods],
             **{key: nodes[key] for key in keep}}  # fmt: skip
-
-
-def _key(config: DictConfig, methods: list[MethodConfig], loaded: LoadedModel, text: Text) -> str:
-    timed = {"memory", "latency"} & set(check_measures(config.measure))
-    resolved = _resolved(config, methods)
-    effective = {key: value for key, value in resolved.items() if key not in ("model", "data", "threads", "kernel")}
-    return resume_key(
-        model_revision=loaded.revision, config=effective, data_fingerprint=text.fingerprint,
-        protocol="first_light", dtype=str(loaded.dtype),
-        device_name=_device_name(loaded.device) if timed else None, kernel=str(config.kernel) if timed else None,
-        threads=torch.get_num_threads() if timed else None,
-    )  # fmt: skip
-
-
-def _write(folder: RunFolder, finding: Finding) -> None:
-    if finding.rows:
-        folder.add(finding.rows)
-    if finding.samples:
-        folder.add_samples(finding.samples)
-
-
-@contextmanager
-def _recording(folder: RunFolder) -> Iterator[None]:
-    """Whatever ends the run, its folder says so. SIGTERM ends it like Ctrl-C."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt:
-        folder.finish("interrupted")
-        print(f"kvbench: interrupted; what was measured is in {folder.path}", file=sys.stderr)
-        raise
-    except Exception as error:
-        folder.finish("failed", error=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _finish(folder: RunFolder, bench: Bench) -> int:
-    failures = [row for _, row in bench.failures]
-    status = "ok" if not failures else "oom" if all(row.status == "oom" for row in failures) else "failed"
-    folder.finish(status, error="\n".join(bench.tracebacks) or None)
-    if folder.rows:
-        Console().print(terminal_table(frame_of(folder.rows)))
-    for row in failures:
-        print(f"kvbench: {row.status}: {row.method} {row.measure}: {row.note}", file=sys.stderr)
-    print(f"run folder: {folder.path}")
-    print(f"report:     python -m kvbench.report {folder.path}")
-    return EXIT_SOME_FAILED if failures else 0

@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from kvbench.errors import UserError
@@ -50,7 +50,31 @@ class Latency:
     warmup: int
 
 
-Settings = TypeVar("Settings", Perplexity, Needle, Memory, Latency)
+Setting = Perplexity | Needle | Memory | Latency
+Settings = TypeVar("Settings", bound=Setting)
+
+KINDS: dict[str, type[Setting]] = {"perplexity": Perplexity, "needle": Needle, "memory": Memory, "latency": Latency}
+
+
+def one_by_one(setting: Setting) -> list[Setting]:
+    """The same settings split by context: what is measured, and kept, as a whole."""
+    if isinstance(setting, Perplexity):
+        return [setting]
+    if isinstance(setting, Needle):
+        return [replace(setting, lengths=[length]) for length in setting.lengths]
+    return [replace(setting, contexts=[context]) for context in setting.contexts]
+
+
+def context_of(setting: Setting) -> int:
+    """Tokens of prompt: of one of `one_by_one`, else of the longest."""
+    if isinstance(setting, Perplexity):
+        return setting.context
+    return max(setting.lengths if isinstance(setting, Needle) else setting.contexts)
+
+
+def without_context(setting: Setting) -> dict[str, Any]:
+    """The settings but the context: what cells of different sizes have in common."""
+    return {key: value for key, value in asdict(setting).items() if key not in ("context", "lengths", "contexts")}
 
 
 def read_settings(kind: type[Settings], name: str, node: Mapping[str, Any]) -> Settings:
@@ -72,7 +96,8 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         items = list(value) if isinstance(value, list | tuple) else [value]
         if not items:
             raise UserError(f"{key}=[] lists nothing; type at least one value")
-        return [_checked(key, item, typing.get_args(hint)[0]) for item in items]
+        # A value given twice would be measured twice and counted as two.
+        return list(dict.fromkeys(_checked(key, item, typing.get_args(hint)[0]) for item in items))
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{key}={value} is not a depth; type numbers from 0 to 1")
@@ -81,5 +106,3 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise UserError(f"{key}={value} is not a whole number of at least {lowest}; type {key}=16, for example")
     return value
-
-

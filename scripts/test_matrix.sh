@@ -10,6 +10,9 @@ export OMP_NUM_THREADS=1
 echo "--- slow tests"
 "$python" -m pytest -n 2 --dist loadfile -m slow
 
+echo "--- sweeps through a real Slurm"
+bash scripts/test_slurm.sh
+
 echo "--- the engine against the oldest supported transformers"
 oldest=5.17.0
 aside=.venv-$oldest

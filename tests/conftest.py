@@ -1,4 +1,4 @@
-"""Slow tests are left out unless asked for; the real model is loaded once a session."""
+"""Slow tests, and those that need a Slurm, are left out unless asked for; the real model is loaded once a session."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvbench.model import LoadedModel, load_model
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.option.markexpr and os.environ.get("KVBENCH_NIGHTLY") != "1":
-        config.option.markexpr = "not slow"
+    if not config.option.markexpr:
+        nightly = os.environ.get("KVBENCH_NIGHTLY") == "1"
+        config.option.markexpr = "not slurm" if nightly else "not slow and not slurm"
 
 
 @pytest.fixture(scope="session")

@@ -93,6 +93,8 @@ def data_spec(node: Mapping[str, Any]) -> DataSpec:
         if key in given:
             given[key] = str(given[key])
     source = next(key for key in sources if key in given)
+    if source in ("path", "id") and given.pop("random_tokens", None) is not None:
+        given.pop("name", None)  # data=random data.path=FILE: the file, under its own name
     name = Path(given["path"]).name if source == "path" else given.get(source)
     return DataSpec(**{"name": "random" if source == "random_tokens" else name, **given})
 

@@ -138,8 +138,10 @@ def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> A
 
 def pretrained_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     where, arguments = checkpoint(spec)
+    logging.disable_progress_bar()  # a bar for seconds; an error after it would not stand alone
     with one_line_errors(spec):
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, output_loading_info=True, **arguments, **spec.load_kwargs

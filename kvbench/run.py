@@ -22,6 +22,7 @@ from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
 from kvbench.errors import UserError
 from kvbench.job import EXIT_SOME_FAILED, Measures, Work, conclude, measure
+from kvbench.kernels import KERNELS, choose
 from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
@@ -45,8 +46,6 @@ from kvbench.shape import ModelShape
 from kvbench.sweep import Job, node_of
 
 MEASURES: Measures = {"perplexity": perplexity, "needle": needle, "memory": memory, "latency": latency}
-
-KERNELS = ("auto", "reference", "cpu")
 
 
 def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
@@ -192,7 +191,8 @@ def _entries(
         # The column is the run's seed; a method of the list may have been given one of its own.
         own_seed = {"seed": knobs["seed"]} if knobs.get("seed", config.seed) != config.seed else {}
         others = _json(method_config.others | own_seed)
-        row = replace(base, method=method_config.name, store=method_config.store, knobs=others,
+        kernel = "sdpa" if method.rule.needs_ids else choose(loaded.device, loaded.dtype, config.kernel).name
+        row = replace(base, method=method_config.name, store=method_config.store, kernel=kernel, knobs=others,
                       **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip
         entries.append(Entry(method, label, row, knobs | method_config.others))
     return entries

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.rule import KEEP, KeepRule
+from kvbench.cache.rule import KEEP, KeepRule, is_whole
+from kvbench.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class Random(KeepRule):
     """
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.seed) or self.seed < 0:
+            raise UserError(f"seed={self.seed} for Random; type seed=0 or another whole number")
+        super().__post_init__()
 
     @property
     def smallest_budget(self) -> int:

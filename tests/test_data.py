@@ -173,3 +173,10 @@ def test_random_tokens_follow_the_seed() -> None:
 def test_a_real_text_needs_a_tokenizer() -> None:
     with pytest.raises(UserError, match="data=random"):
         tokenize(Text("essays", "words", "0"), None, vocab_size=50)
+
+
+def test_a_path_takes_the_place_of_random_tokens(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_text("some words")
+    text = load_text({"name": "random", "random_tokens": 100, "path": str(file)})
+    assert (text.name, text.text, text.random_tokens) == ("words.txt", "some words", 0)

@@ -22,6 +22,7 @@ from kvbench.measure.bench import Bench
 from kvbench.measure.needle import (
     ANSWER_TOKENS,
     NEEDLE,
+    Prompt,
     check_prompts,
     is_hit,
     make_prompt,
@@ -97,11 +98,12 @@ def test_the_needle_survives_a_real_tokenizer(smollm2: LoadedModel, essays_folde
 
 
 def test_prompts_differ_by_sample_depth_and_seed_and_by_nothing_else() -> None:
-    def ids(seed: int = 0, depth: float = 0.5, sample: int = 0) -> list[int]:
-        return make_prompt(TOKENIZER, TEXT, seed, LENGTH, depth, sample).ids
+    def prompt(seed: int = 0, depth: float = 0.5, sample: int = 0) -> Prompt:
+        return make_prompt(TOKENIZER, TEXT, seed, LENGTH, depth, sample)
 
-    assert ids() == ids()
-    assert len({tuple(ids(*where)) for where in [(0, 0.5, 0), (1, 0.5, 0), (0, 0.1, 0), (0, 0.5, 1)]}) == 4
+    assert prompt() == prompt()
+    drawn = [prompt(*where) for where in [(0, 0.5, 0), (1, 0.5, 0), (0, 0.1, 0), (0, 0.5, 1)]]
+    assert len({each.value for each in drawn}) == len({tuple(each.ids) for each in drawn}) == 4
 
 
 @pytest.mark.parametrize(

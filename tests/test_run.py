@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,10 +16,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml  # type: ignore[import-untyped]
+from rich.console import Console
 
+from kvbench import progress
 from kvbench.__main__ import main
 from kvbench.errors import UserError
 from kvbench.measure import perplexity as perplexity_module
+from kvbench.progress import Progress
 from kvbench.results import find_runs, load, read_status
 from kvbench.run import check_lengths, small_prompts
 from kvbench.settings import Latency, Memory, Perplexity
@@ -197,6 +201,26 @@ def test_threads_are_set_and_stand_in_the_rows() -> None:
     cores = os.cpu_count() or 1
     assert main([*TINY, "measure=[perplexity]", *PERPLEXITY, f"threads={cores}"]) == 0
     assert set(load(the_run())["threads"]) == {cores}
+
+
+def shown(seconds: list[float], terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a phase of three steps prints while the clock shows `seconds`, the last for whoever looks again."""
+    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds.pop(0) if len(seconds) > 1 else seconds[0])
+    bars = Progress()
+    bars.console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    with bars.phase("latency 512", 3) as advance:
+        for _ in range(3):
+            advance()
+    bars.say("warning: a line of more than eighty characters " + 60 * "-")
+    return bars.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "latency 512" not in shown([0, 0, 1, 2, 3], True, monkeypatch)  # over before it is worth a bar
+    slow = shown([0, 0, 6, 12, 18], True, monkeypatch)
+    assert "latency 512" in slow and "/3" in slow
+    plain = shown([0, 18.04], False, monkeypatch)
+    assert plain == f"latency 512: 18.0 s\nwarning: a line of more than eighty characters {60 * '-'}\n"
 
 
 # lengths

@@ -184,6 +184,7 @@ def recording(folder: RunFolder, bench: Bench, claims: Claims) -> Iterator[Stops
             yield stops
         except BaseException as error:
             stopped = not isinstance(error, Exception)
+            stops.ending = stopped  # a second signal, as Slurm sends to what is requeued, must not cut the end short
             status, note = ("interrupted", None) if stopped else ("failed", f"{type(error).__name__}: {error}")
             with stops.held_back(), suppress(OSError):  # on a full disk the files stay as they were
                 open_cells = [cell["id"] for cell in folder.cells if cell["status"] in ("running", "waiting")]

@@ -15,9 +15,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class Stops:
-    """Signals that wait while something is being written."""
+    """Signals that wait while something is being written. Once `ending` is set, later ones change nothing."""
 
     def __init__(self) -> None:
+        self.ending = False
         self._held = False
         self._pending: Callable[[], None] | None = None
 
@@ -30,13 +31,15 @@ class Stops:
         finally:
             self._held = False
             pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is not None and not self.ending:
             pending()
 
     def handler(self, act: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
         """A signal handler that acts now, or after the block that holds signals back."""
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if self.ending:
+                return
             if self._held:
                 self._pending = lambda: act(number, frame)
             else:

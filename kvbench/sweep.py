@@ -188,6 +188,7 @@ def job_record(sweep: Sweep | None, overrides: Sequence[str]) -> Iterator[dict[s
     begun = {"overrides": list(overrides), "owner": this_process(), "started": time.time()}
     file = sweep.job_file(overrides)
     with suppress(OSError):  # on a full disk the cells, which matter more, say so themselves
+        file.touch()  # an empty file needs no room, and tells that the job has begun
         write_atomic(file, to_json(begun | outcome))
     try:
         with beating([file]):
@@ -202,5 +203,10 @@ def job_record(sweep: Sweep | None, overrides: Sequence[str]) -> Iterator[dict[s
 
 def job_records(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
     """The records of a sweep's jobs that began after `since`."""
-    found = [read_json(file) | {"file": str(file)} for file in sorted(folder.glob("job_*.json"))]
+    found = []
+    for file in sorted(folder.glob("job_*.json")):
+        with suppress(OSError):
+            # All that is known of a job that met a full disk: its file is empty.
+            known: dict[str, Any] = {"overrides": [], "started": file.stat().st_mtime}
+            found.append(known | read_json(file) | {"file": str(file)})
     return [record for record in found if float(record.get("started") or 0) >= since]

@@ -291,6 +291,17 @@ def test_a_signal_waits_until_what_is_being_written_is_written() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_second_signal_does_not_cut_the_end_short() -> None:
+    with pytest.raises(SystemExit), stoppable() as stops:
+        try:
+            raise SystemExit
+        finally:
+            stops.ending = True
+            with stops.held_back():
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_launchers_signal_ends_the_run_even_where_errors_are_caught() -> None:
     def timed_out(number: int, frame: object) -> None:
         raise RuntimeError("Job not requeued because: timed-out too many times")

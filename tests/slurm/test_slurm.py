@@ -143,6 +143,7 @@ def test_a_full_disk_costs_what_could_not_be_written_and_nothing_else(small_disk
     ballast = small_disk / "ballast"
     with always_whole(results, tmp_path / "report") as faults:
         sweep = start(*SLOW, f"results_dir={results}", **WAITS)
+        wait_until(lambda: len(list(results.rglob("job_*.json"))) == 3, process=sweep)
         wait_until(lambda: at_work(results, "slow"), process=sweep)
         with ballast.open("wb", buffering=0) as file:
             try:

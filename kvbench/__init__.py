@@ -1,6 +1,6 @@
 """kvbench: what each way of shrinking a KV cache costs in quality and gives in memory and speed.
 
-For a prompt of your own: `load_model`, `load_method`, `prefill`, `build_cache`, `generate`; for results on disk: `load`.
+For a prompt of your own: `load_model`, `load_method`, `prefill`, `build_cache`, `generate`; for results: `load`.
 """
 
 from __future__ import annotations

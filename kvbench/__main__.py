@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import ARCHITECTURES, GROUPS, MEASURES, check_measures, did_you_mean, method_configs
 from kvbench.errors import UserError
-from kvbench.signals import Terminated
 from kvbench.status import describe, survey
-from kvbench.sweep import LAUNCHER, Sweep, is_setting, job_of, job_record, launcher_of, plan_sweep
-from kvbench.watch import until_idle, wait_for_jobs
+from kvbench.sweep.plan import LAUNCHER, Sweep, is_setting, job_of, job_record, launcher_of, plan_sweep
+from kvbench.sweep.signals import Terminated
+from kvbench.sweep.watch import until_idle, wait_for_jobs
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 FLAGS = {"-m": (), "--multirun": (), "--resolve": (), "-c": ("job", "hydra", "all"), "--cfg": ("job", "hydra", "all"),

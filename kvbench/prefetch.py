@@ -21,7 +21,7 @@ from kvbench.data import DataSpec, data_spec, load_text
 from kvbench.errors import UserError
 from kvbench.fetch import fetch
 from kvbench.hub import hub_reachable
-from kvbench.sweep import expand, node_of
+from kvbench.sweep.plan import expand, node_of
 
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*", "onnx/*")
 """What a hub repository often holds beside its safetensors, and nobody loads."""

@@ -28,9 +28,9 @@ import yaml  # type: ignore[import-untyped]
 
 from kvbench import provenance as provenance_of
 from kvbench.atomic import plain, read_json, to_json, write_atomic
-from kvbench.claims import is_alive, this_process
-from kvbench.committed import drop_list, read_statuses
 from kvbench.errors import UserError
+from kvbench.sweep.claims import is_alive, this_process
+from kvbench.sweep.committed import drop_list, read_statuses
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
     "metrics.parquet", "samples.jsonl", "status.json", "config.yaml", "provenance.json",

@@ -17,11 +17,9 @@ from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import Method
 from kvbench.cache.rotary import rotate_back
 from kvbench.cache.rule import check_budget, is_whole
-from kvbench.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
 from kvbench.errors import UserError
-from kvbench.job import EXIT_SOME_FAILED, Measures, Work, conclude, measure
 from kvbench.kernels import KERNELS, choose
 from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.latency import latency
@@ -43,7 +41,9 @@ from kvbench.progress import Progress
 from kvbench.results import Row, RunFolder, check_writable
 from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, read_settings
 from kvbench.shape import ModelShape
-from kvbench.sweep import Job, node_of
+from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
+from kvbench.sweep.job import EXIT_SOME_FAILED, Measures, Work, conclude, measure
+from kvbench.sweep.plan import Job, node_of
 
 MEASURES: Measures = {"perplexity": perplexity, "needle": needle, "memory": memory, "latency": latency}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbench.atomic import read_json
-from kvbench.cells import Ledger, Record, record_rows, standing
-from kvbench.claims import is_alive
 from kvbench.errors import UserError
 from kvbench.results import STATUS, Row
-from kvbench.sweep import PLAN, job_records
+from kvbench.sweep.cells import Ledger, Record, record_rows, standing
+from kvbench.sweep.claims import is_alive
+from kvbench.sweep.plan import PLAN, job_records
 
 EXAMPLE = "python -m kvbench.status results/"
 EXIT_INCOMPLETE = 3

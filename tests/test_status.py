@@ -13,9 +13,9 @@ import pytest
 
 from kvbench import status
 from kvbench.atomic import to_json, write_atomic
-from kvbench.claims import this_process
 from kvbench.results import Row, RunFolder
 from kvbench.status import describe, duration, survey
+from kvbench.sweep.claims import this_process
 
 
 def record(
@@ -125,5 +125,5 @@ def test_nothing_to_survey_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_status_imports_no_torch() -> None:
-    code = "import sys, kvbench.status, kvbench.sweep, kvbench.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvbench.status, kvbench.sweep.plan, kvbench.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

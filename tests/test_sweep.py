@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 
-from kvbench import claims, results, status
+from kvbench import results, status
 from kvbench.__main__ import main
-from kvbench.cells import Facts, Ledger, Part, cell_of, parts_of
-from kvbench.claims import Claims, is_alive, this_process
 from kvbench.config import MethodConfig
 from kvbench.results import Row, RunFolder, load
 from kvbench.settings import Latency, Perplexity
-from kvbench.signals import Terminated, stoppable
-from kvbench.sweep import sweep_name
+from kvbench.sweep import claims
+from kvbench.sweep.cells import Facts, Ledger, Part, cell_of, parts_of
+from kvbench.sweep.claims import Claims, is_alive, this_process
+from kvbench.sweep.plan import sweep_name
+from kvbench.sweep.signals import Terminated, stoppable
 from tests.sweeping import FAULTS, TINY, cells_on_disk, complete, environment, rows, times_measured, wait_until
 
 PPL = (*TINY, "measure=[perplexity]")

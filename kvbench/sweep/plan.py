@@ -23,12 +23,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.atomic import read_json, to_json, write_atomic
-from kvbench.cells import RERUN, Cell, cell_of, common_of, parts_of
-from kvbench.claims import beating, this_process
 from kvbench.config import check_measures, method_configs
 from kvbench.errors import UserError
 from kvbench.results import check_writable, clean_label
 from kvbench.settings import KINDS, read_settings
+from kvbench.sweep.cells import RERUN, Cell, cell_of, common_of, parts_of
+from kvbench.sweep.claims import beating, this_process
 
 PLAN, LAUNCHER = "plan.json", "launcher"
 NO_PART_OF_THE_NAME = ("rerun=", "results_dir=", "skip_larger=", "hydra.", "hydra/", "-")

@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench import provenance
 from kvbench.atomic import plain, read_json
-from kvbench.claims import is_alive
 from kvbench.config import MethodConfig
 from kvbench.report.names import rows_of
 from kvbench.results import STATUS, Row, resume_key, rows_between
 from kvbench.settings import Latency, Setting, context_of, one_by_one, without_context
+from kvbench.sweep.claims import is_alive
 
 TIMED = ("memory", "latency")
 DONE = ("ok", "oom", "skipped")

@@ -11,14 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.cells import DONE, Cell, Ledger, Part, Record, record_rows, settled, standing
-from kvbench.claims import Claims, beating
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.latency import slope
 from kvbench.report.tables import TerminalTable
 from kvbench.results import KNOBS, STATUS, Row, RunFolder
-from kvbench.signals import Stops, Terminated, stoppable
-from kvbench.sweep import Job
+from kvbench.sweep.cells import DONE, Cell, Ledger, Part, Record, record_rows, settled, standing
+from kvbench.sweep.claims import Claims, beating
+from kvbench.sweep.plan import Job
+from kvbench.sweep.signals import Stops, Terminated, stoppable
 
 COMPARED = ("perplexity", "needle")
 """Measures that hold every method against the full cache, which therefore runs even where its own cell is done."""

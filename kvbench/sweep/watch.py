@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from kvbench.atomic import read_json
-from kvbench.claims import is_alive
-from kvbench.sweep import PLAN, Sweep, job_records
+from kvbench.sweep.claims import is_alive
+from kvbench.sweep.plan import PLAN, Sweep, job_records
 
 LOOK_S = 2.0
 IDLE_S = 20.0

@@ -78,7 +78,7 @@ def find_compiler() -> list[str]:
 
 
 def loaded_openmp() -> str | None:
-    """The OpenMP library that this process runs on already (torch brings one), or None.
+    """The OpenMP library that torch runs on in this process, else any that is loaded, or None.
 
     Linked with the same library the kernel shares torch's threads; with another there would be two teams of them,
     each of which spins for work on the cores of the other.
@@ -88,7 +88,8 @@ def loaded_openmp() -> str | None:
     except OSError:
         return None
     files = [line.split(maxsplit=5)[5] for line in lines if line.count("/")]
-    return next((f for f in files if Path(f).name.startswith(("libgomp", "libomp", "libiomp"))), None)
+    openmp = [f for f in files if Path(f).name.startswith(("libgomp", "libomp", "libiomp"))]
+    return min(openmp, key=lambda file: "/torch/" not in file, default=None)  # other packages bring copies too
 
 
 def flag_variants(openmp: str | None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -1,11 +1,9 @@
-"""The compiled CPU kernel against the torch reference in float64, and how it is compiled and chosen."""
+"""The compiled CPU kernel against the torch reference in float64."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +17,7 @@ from kvbench.cache.build import Method, build_cache
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.decode import step
-from kvbench.errors import UserError
-from kvbench.kernels import REFERENCE, choose, compile, compiled, reference
-from kvbench.kernels.compile import CannotCompile, loaded_openmp
+from kvbench.kernels import REFERENCE, compile, compiled, reference
 from kvbench.kernels.cpu import MOST_ROWS, CpuKernel, pack_parts
 from kvbench.kernels.parts import Axis, Dense, Packed, Part
 from kvbench.kernels.prefill import Scoring
@@ -319,115 +315,6 @@ def test_a_model_decodes_as_through_the_reference(name: str) -> None:
         fed = ids[:, i : i + (3 if i % 7 == 0 else 1)]
         got, want = (step(model, fed, cache) for cache in caches)
         torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------- compiling and choosing
-
-TINY = 'extern "C" int kvbench_answer() { return 42; }'
-
-
-@pytest.fixture
-def tiny_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that compiles in a moment."""
-    monkeypatch.setattr(compile, "source", lambda name: TINY if name == "decode.cpp" else "")
-
-
-@pytest.fixture
-def fresh_choice() -> Iterator[None]:
-    compiled.cache_clear()
-    yield
-    compiled.cache_clear()
-
-
-def test_compiles_once(tiny_source: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compile.load(tmp_path).kvbench_answer() == 42
-    (library,) = tmp_path.iterdir()  # and no leftovers
-    monkeypatch.setattr(compile, "compile_first", lambda *_: pytest.fail("compiled again"))
-    compile.load(tmp_path)
-    assert list(tmp_path.iterdir()) == [library]
-
-
-def test_another_source_compiler_flag_or_cpu_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, variants = compile.find_compiler(), compile.flag_variants(None)
-    seen = {compile.digest(compiler, variants), compile.digest(compiler, variants[1:])}
-    monkeypatch.setattr(compile, "cpu_abilities", lambda: "another")
-    seen.add(compile.digest(compiler, variants))
-    monkeypatch.setattr(compile, "source", lambda name: "another")
-    seen.add(compile.digest(compiler, variants))
-    monkeypatch.setattr(compile, "run", lambda command: "another 1.0")
-    seen.add(compile.digest(compiler, variants))
-    assert len(seen) == 5
-
-
-def test_a_damaged_library_is_replaced(tiny_source: None, tmp_path: Path) -> None:
-    compile.load(tmp_path)
-    (library,) = tmp_path.iterdir()
-    library.unlink()  # this process has it mapped
-    library.write_bytes(b"\x7fELF, and then the disk was full")
-    assert compile.load(tmp_path).kvbench_answer() == 42
-
-
-def test_two_at_once_both_get_it(tiny_source: None, tmp_path: Path) -> None:
-    answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(compile.load(tmp_path).kvbench_answer())) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [42, 42] and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("command", ["false", "no-such-compiler"])
-def test_a_broken_compiler_means_the_reference(
-    command: str, monkeypatch: pytest.MonkeyPatch, fresh_choice: None, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CXX", command)
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
-    kernel = choose(CPU)
-    assert kernel.name == "reference" and command in kernel.reason  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=f"kernel=cpu cannot be had: .*{command}.*; type kernel=reference"):
-        choose(CPU, wanted="cpu")
-
-
-def test_no_compiler_and_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "source", lambda name: "int main( {")
-    with pytest.raises(CannotCompile, match=r"failed with exit code 1: .*error"):
-        compile.load(tmp_path)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CannotCompile, match="no C\\+\\+ compiler"):
-        compile.load(tmp_path)
-
-
-def test_a_cache_folder_that_is_a_file(tiny_source: None, tmp_path: Path) -> None:
-    (tmp_path / "kernels").write_text("")
-    with pytest.raises(CannotCompile, match="exists"):
-        compile.load(tmp_path / "kernels")
-
-
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVBENCH_KERNEL", raising=False)
-    assert choose(CPU).name == choose(CPU, wanted="cpu").name == "cpu-c++"
-    assert choose(CPU, wanted="reference").name == "reference"
-    assert choose(CPU, torch.float64).name == choose(torch.device("meta")).name == "reference"
-    for attempt in (lambda: choose(CPU, torch.float64, "cpu"), lambda: choose(CPU, wanted="fast")):
-        with pytest.raises(UserError, match="kernel="):
-            attempt()
-    monkeypatch.setenv("KVBENCH_KERNEL", "reference")
-    assert choose(CPU).name == "reference" and choose(CPU, wanted="cpu").name == "cpu-c++"
-    monkeypatch.setenv("KVBENCH_KERNEL", "cpu")
-    assert choose(CPU).name == "cpu-c++" and choose(CPU, torch.float64).name == "reference"
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_shares_torchs_threads(kernel: CpuKernel) -> None:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    files = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    openmp = [file for file in files if Path(file).name.startswith(("libgomp", "libomp", "libiomp"))]
-    assert loaded_openmp() in openmp
-    # Other packages bring copies of their own; what the compiler would have linked is the system's.
-    assert all("site-packages" in file for file in openmp)
 
 
 @pytest.mark.slow

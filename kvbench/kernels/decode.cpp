@@ -1,9 +1,9 @@
 // Decode attention over a KV cache, read where and as it lies in memory: rows of floats, or groups of packed codes.
 //
-// The work is split over (batch row, KV head, range of slots). A task goes through its range in chunks of slots: scores
-// of all queries that share the KV head, one step of a running softmax, then the values of the same slots. So every byte
-// of the cache is read once, and keys and values may be cut into parts at different slots. Up to four queries are served
-// by what is decoded into registers.
+// The work is split over (batch row, KV head, range of slots). A task goes through its range in chunks of slots: the
+// scores of all queries that share the KV head, one step of a running softmax, then the values of the same slots. So
+// every byte of the cache is read once, and keys and values may be cut into parts at different slots. Up to four
+// queries are served by what is decoded into registers.
 //
 // Not to be compiled with -ffast-math: masks rest on infinities, and linking with it turns off denormals process-wide.
 
@@ -16,7 +16,7 @@
 
 namespace {
 
-// ------------------------------------------------------------------------------ what a call is told, as cpu.py packs it
+// ----------------------------------------------------------------------------- what a call is told, as cpu.py packs it
 
 struct Part {  // strides in bytes
   int64_t format, token_axis, group, slots;
@@ -28,17 +28,19 @@ struct Part {  // strides in bytes
 
 struct Call {  // strides in elements; an absent tensor is 0
   int64_t batch, kv_heads, heads, tokens, key_dim, value_dim, slots, threads, key_parts, value_parts;
-  int64_t query, query_batch, query_head, query_token;                  // float32 [batch, kv_heads * heads, tokens, key_dim]
-  int64_t sink_query, sink_batch, sink_head, sink_token, n_sink;        // likewise, for the first n_sink slots
-  int64_t sink_logits;                                                  // float32 [kv_heads * heads]
-  int64_t mask, mask_batch, mask_head, mask_token;                      // bytes [batch, kv_heads, tokens, slots]
+  int64_t query, query_batch, query_head, query_token;            // float32 [batch, kv_heads * heads, tokens, key_dim]
+  int64_t sink_query, sink_batch, sink_head, sink_token, n_sink;  // likewise, for the first n_sink slots
+  int64_t sink_logits;                                            // float32 [kv_heads * heads]
+  int64_t mask, mask_batch, mask_head, mask_token;                // bytes [batch, kv_heads, tokens, slots]
   int64_t output, probabilities;  // float32 [batch, kv_heads, heads, tokens, value_dim] and [.., slots]
   Part parts[1];                  // of the keys, then of the values
 
   int rows() const { return int(heads * tokens); }
 };
 
-inline const uint8_t* address(int64_t pointer, int64_t bytes) { return reinterpret_cast<const uint8_t*>(pointer) + bytes; }
+inline const uint8_t* address(int64_t pointer, int64_t bytes) {
+  return reinterpret_cast<const uint8_t*>(pointer) + bytes;
+}
 inline float* floats_at(int64_t pointer) { return reinterpret_cast<float*>(pointer); }
 
 constexpr int64_t MOST_CHUNK = 512;         // slots between two steps of the running softmax; below STRIDE
@@ -113,8 +115,8 @@ struct Worker {
   // Queries of this KV head as rows, the scale of the scores folded in.
   void read_query(int64_t from, int64_t batch, int64_t head, int64_t token, float scaling, const Rows& to) {
     for (int m = 0; m < rows; m++) {
-      const float* q = floats_at(from) + b * batch + (h * call.heads + m / call.tokens) * head + m % call.tokens * token;
-      for (int d = 0; d < key_dim; d++) to[m * STRIDE + d] = q[d] * scaling;
+      const int64_t row = b * batch + (h * call.heads + m / call.tokens) * head + m % call.tokens * token;
+      for (int d = 0; d < key_dim; d++) to[m * STRIDE + d] = floats_at(from)[row + d] * scaling;
     }
   }
 
@@ -124,7 +126,7 @@ struct Worker {
     for (int i = 0; i < pieces; i++) body(rows * i / pieces, rows * (i + 1) / pieces - rows * i / pieces);
   }
 
-  // body(part, index, from, n, at): slots from .. from + n - 1 of each part within [first, last); `at` counts from first.
+  // body(part, index, from, n, at): slots from .. from + n - 1 of each part in [first, last); `at` counts from first.
   template <class Body> void each_part(int64_t begin, int64_t n, int64_t first, int64_t last, Body body) const {
     for (int64_t i = begin, start = 0; i < begin + n; start += call.parts[i++].slots) {
       const int64_t from = std::max(first, start), to = std::min(last, start + call.parts[i].slots);
@@ -136,12 +138,14 @@ struct Worker {
   template <class Body> void each_tile(const Part& part, int index, int64_t from, int n, int columns, Body body) {
     const int64_t head = b * part.batch_stride + h * part.head_stride;
     const int64_t pair_head = b * part.pair_batch_stride + h * part.pair_head_stride;
-    for (int at = 0; at < n; at += TILE) {
-      Tile tile{address(part.data, head + (from + at) * part.row_stride), part.row_stride, std::min(TILE, n - at), 0};
+    const int most = std::max(8, std::min(MOST_TILE, int(TILE_BYTES / part.row_stride)));
+    for (int at = 0; at < n; at += most) {
+      const uint8_t* rows = address(part.data, head + (from + at) * part.row_stride);
+      Tile tile{rows, part.row_stride, std::min(most, n - at), 0, 2 * most * part.row_stride};
       if (part.token_axis || !plan.packed[index].lanes) {
-        if (!unpacked) unpacked.reset(new float[TILE * MOST_COLUMNS]);
+        if (!unpacked) unpacked.reset(new float[MOST_TILE * MOST_COLUMNS]);
         unpack_rows(part, b, h, from + at, tile.count, columns, unpacked.get());
-        tile.rows = reinterpret_cast<const uint8_t*>(unpacked.get()), tile.stride = 4 * columns;
+        tile.rows = reinterpret_cast<const uint8_t*>(unpacked.get()), tile.stride = 4 * columns, tile.ahead = 0;
         body(int64_t(FLOAT32), plan.unpacked[index], tile, at);
         continue;
       }
@@ -163,7 +167,7 @@ struct Worker {
       read_halves(address(part.scale, pair_head + 2 * block * key_dim), key_dim, pairs->scale);
       read_halves(address(part.minimum, pair_head + 2 * block * key_dim), key_dim, pairs->minimum);
       const int64_t data = b * part.batch_stride + h * part.head_stride + block * part.row_stride;
-      const Tile channels{address(part.data, data), part.lane_bytes(), key_dim, 0};
+      const Tile channels{address(part.data, data), part.lane_bytes(), key_dim, 0, 4 * part.row_stride};
       each_piece([&](int m, int queries) {
         for (int i = 0; i < queries; i++) fold_pairs(&q[(m + i) * STRIDE], scaled + i * STRIDE, bias[i]);
         specialised(part.format, plan.packed[index].lanes, queries, [&](auto F, auto L, auto M) {
@@ -313,7 +317,8 @@ extern "C" void kvbench_attend(const int64_t* packed_call, double scaling, doubl
   const Plan plan(call);
   const int64_t head_floats = plan.splits * plan.task_floats();
   const std::unique_ptr<float[]> tasks(new float[plan.heads * head_floats]);
-  const std::unique_ptr<float[]> maxima(call.probabilities ? new float[plan.heads * call.rows() * plan.chunks] : nullptr);
+  const int64_t chunk_maxima = call.probabilities ? plan.heads * call.rows() * plan.chunks : 0;
+  const std::unique_ptr<float[]> maxima(new float[chunk_maxima]);
   std::vector<std::atomic<int64_t>> finished(plan.heads);
 #pragma omp parallel num_threads(int(plan.threads)) if (plan.threads > 1)
   {

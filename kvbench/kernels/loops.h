@@ -12,7 +12,8 @@ namespace {
 
 enum Format : int64_t { FLOAT32 = 32, BFLOAT16 = 17, FLOAT16 = 16, CODES8 = 8, CODES4 = 4, CODES2 = 2 };
 
-constexpr int TILE = 64;             // rows worked on together
+constexpr int MOST_TILE = 128;       // rows worked on together; fewer where they are long
+constexpr int64_t TILE_BYTES = 32 << 10;
 constexpr int MOST_COLUMNS = 512;    // of a head; cpu.py lets no larger one in
 constexpr int SMALLEST_GROUP = 8;
 constexpr int MOST_UNITS = MOST_COLUMNS / 8;
@@ -50,7 +51,7 @@ template <int FORMAT, int L> struct Unit {
   }
 };
 
-// Where the units of a row lie. A unit's vectors are `step` columns apart: a packed byte holds codes of distant columns.
+// Where the units of a row lie. A unit's vectors are `step` columns apart: a byte holds codes of distant columns.
 struct Grid {
   int lanes = 0, units = 0, step = 0;  // lanes is 0 where no vector length fits
   int byte[MOST_UNITS], column[MOST_UNITS], group[MOST_UNITS];
@@ -73,18 +74,21 @@ struct Grid {
   }
 };
 
-struct Pairs {  // scales and minima of a tile as floats; score_rows reads those of up to three rows past the tile
-  float scale[(TILE + 4) * MOST_COLUMNS / SMALLEST_GROUP], minimum[(TILE + 4) * MOST_COLUMNS / SMALLEST_GROUP];
+// Scales and minima of a tile as floats. score_rows reads those of up to three rows past the tile.
+constexpr int MOST_PAIRS = (MOST_TILE + 4) * MOST_COLUMNS / SMALLEST_GROUP;
+struct Pairs {
+  float scale[MOST_PAIRS], minimum[MOST_PAIRS];
 };
 
 struct Tile {
   const uint8_t* rows;
   int64_t stride;     // bytes
   int count, groups;  // rows, and pairs in each of them
+  int64_t ahead;      // bytes from a row to what is worth fetching meanwhile: more than a tile
 };
 
-// Fetches what comes two tiles later, as many bytes as have just been decoded. The loops go through a tile by columns,
-// but this runs straight on: left to its own guesses from the columns, the hardware reaches half the bandwidth.
+// Fetches what is wanted later, as many bytes as have just been decoded. The loops go through a tile by columns, but
+// this runs straight on: left to its own guesses from the columns, the hardware reaches half the bandwidth.
 template <int BYTES> inline void fetch_ahead(const uint8_t*& ahead) {
   for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead + i, 0, 2);
   ahead += BYTES;
@@ -110,7 +114,7 @@ template <int FORMAT, int L, int M>
 void score_rows(const Grid& grid, const Tile& tile, const Pairs& pairs, const float* query, float* scores) {
   using U = Unit<FORMAT, L>;
   const float* minimum[2] = {pairs.minimum, twin<L>(pairs.minimum)};
-  const uint8_t* ahead = tile.rows + 2 * TILE * tile.stride;
+  const uint8_t* ahead = tile.rows + tile.ahead;
   for (int t = 0; t < tile.count; t += 4) {
     Float<L> sum[M][4] = {};
     const uint8_t* row[4];
@@ -150,7 +154,7 @@ template <int FORMAT, int L, int M>
 void score_block(const Grid& grid, const Tile& channels, const float* query, const float* bias, float* scores) {
   using U = Unit<FORMAT, L>;
   const float* factor[2] = {query, twin<L>(query)};
-  const uint8_t* ahead = channels.rows + 4 * channels.count * channels.stride;
+  const uint8_t* ahead = channels.rows + channels.ahead;
   each_units<FORMAT, L>(grid.units, [&](int first, auto N) {
     Float<L> sum[M][N][U::VECTORS];
     for (int m = 0; m < M; m++)
@@ -178,7 +182,7 @@ template <int FORMAT, int L, int M>
 void add_rows(const Grid& grid, const Tile& tile, const Pairs& pairs, const float* weight, float* output) {
   using U = Unit<FORMAT, L>;
   const float *factor[2] = {weight, twin<L>(weight)}, *minimum[2] = {pairs.minimum, twin<L>(pairs.minimum)};
-  const uint8_t* ahead = tile.rows + 2 * TILE * tile.stride;
+  const uint8_t* ahead = tile.rows + tile.ahead;
   each_units<FORMAT, L>(grid.units, [&](int first, auto N) {
     Float<L> sum[M][N][U::VECTORS];
     for (int m = 0; m < M; m++)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
@@ -93,18 +94,28 @@ template <int L> inline float total(Float<L> x) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// Within every four lanes the lanes A, B, C, D of a (0 .. 3) and b (4 .. 7).
+template <int L, int A, int B, int C, int D> inline constexpr int lane(int i) {
+  constexpr int from[4] = {A, B, C, D};
+  return i / 4 * 4 + from[i % 4] % 4 + (from[i % 4] >= 4 ? L : 0);
+}
+template <int L, int A, int B, int C, int D, int... I>
+inline Float<L> shuffle(Float<L> a, Float<L> b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+  return __builtin_shufflevector(a, b, lane<L, A, B, C, D>(I)...);
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Int<4>{__VA_ARGS__})
+  return __builtin_shuffle(a, b, Int<L>{lane<L, A, B, C, D>(I)...});
 #endif
+}
+template <int L, int A, int B, int C, int D> inline Float<L> shuffle(Float<L> a, Float<L> b) {
+  return shuffle<L, A, B, C, D>(a, b, std::make_integer_sequence<int, L>());
+}
 
 // The sum of each of four vectors, side by side.
 template <int L> inline Float<4> four_sums(const Float<L>* x) {
-  const Float<4> a = fold<L>(x[0]), b = fold<L>(x[1]), c = fold<L>(x[2]), d = fold<L>(x[3]);
-  const Float<4> ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
-  const Float<4> cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
-  return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+  const Float<L> ab = shuffle<L, 0, 4, 1, 5>(x[0], x[1]) + shuffle<L, 2, 6, 3, 7>(x[0], x[1]);
+  const Float<L> cd = shuffle<L, 0, 4, 1, 5>(x[2], x[3]) + shuffle<L, 2, 6, 3, 7>(x[2], x[3]);
+  return fold<L>(shuffle<L, 0, 1, 4, 5>(ab, cd) + shuffle<L, 2, 3, 6, 7>(ab, cd));
 }
 
 // exp of numbers that are at most 0, and exactly 0 below float32's range (polynomial of the Cephes library, 2 ulp).
@@ -113,7 +124,8 @@ template <int L> inline Float<L> exponential(Float<L> x) {
   const Float<L> shifted = clamped * 1.44269504f + magic, n = shifted - magic;
   const Float<L> r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
   Float<L> p = splat<L>(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = p * r + c;
   p = p * (r * r) + r + 1.0f;
   const Int<L> exponent = (bits<Int<L>>(shifted) - bits<Int<L>>(magic) + 127) << 23;
   return select<L>(x < -87.0f, Float<L>{}, p * bits<Float<L>>(exponent));

@@ -17,8 +17,9 @@ from kvbench.kernels.compile import CannotCompile, load
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.kernels.parts import Part
 from kvbench.kernels.prefill import Scoring
+from kvbench.kernels.triton_decode import TritonKernel, available
 
-KERNELS = ("auto", "reference", "cpu")
+KERNELS = ("auto", "reference", "cpu", "triton")
 
 
 class Kernel(Protocol):
@@ -75,24 +76,39 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str
     """The kernel for caches on `device` with queries of `dtype`.
 
     Args:
-        wanted: "auto", the fastest that there is; "reference"; "cpu", the compiled kernel. The environment's
-            `KVBENCH_KERNEL` stands in for "auto": a preference, which falls back to the reference where it must.
+        wanted: "auto", the compiled kernel on a CPU, else the reference; "reference"; "cpu", the compiled kernel;
+            "triton", the one for NVIDIA GPUs, which has to be asked for (scripts/check_triton.py checks it on a
+            device). The environment's `KVBENCH_KERNEL` stands in for "auto": a preference, which falls back to the
+            reference where it must.
 
-    Raises UserError for an unknown name, and where "cpu" is wanted by the argument and cannot be had.
+    Raises UserError for an unknown name, and where a kernel is wanted by the argument and cannot be had.
     """
     preferred = os.environ.get("KVBENCH_KERNEL") or "auto" if wanted == "auto" else wanted
     if preferred not in KERNELS:
         raise UserError(f"kernel={preferred} is unknown; type {', '.join(f'kernel={name}' for name in KERNELS)}")
     if preferred == "reference":
         return REFERENCE
-    kernel = compiled() if device.type == "cpu" else f"the compiled kernel runs on the CPU, not on {device.type}"
-    if dtype == torch.float64:
-        kernel = "the compiled kernel computes in float32, and the model in float64"
-    if isinstance(kernel, CpuKernel):
+    kernel = on_gpu(device) if preferred == "triton" else on_cpu(device, dtype)
+    if not isinstance(kernel, str):
         return kernel
-    if wanted == "cpu":
-        raise UserError(f"kernel=cpu cannot be had: {kernel}; type kernel=reference")
+    if wanted in ("cpu", "triton"):
+        raise UserError(f"kernel={wanted} cannot be had: {kernel}; type kernel=reference")
     return ReferenceKernel(kernel)
+
+
+def on_cpu(device: torch.device, dtype: torch.dtype) -> Kernel | str:
+    """The compiled kernel, or why it cannot serve caches on `device` with queries of `dtype`."""
+    if device.type != "cpu":
+        return f"the compiled kernel runs on the CPU, not on {device.type}"
+    return "the compiled kernel computes in float32, and the model in float64" if dtype == torch.float64 else compiled()
+
+
+def on_gpu(device: torch.device) -> Kernel | str:
+    """The Triton kernel, or why there is none for `device`."""
+    if device.type != "cuda":
+        return f"the Triton kernel runs on NVIDIA GPUs, not on {device.type}"
+    possible, reason = available()
+    return TritonKernel() if possible else reason
 
 
 @cache

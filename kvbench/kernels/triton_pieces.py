@@ -1,0 +1,173 @@
+"""What the Triton kernels read of a store: on each side at most one packed piece, then at most one dense ring."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.parts import Dense, Packed, Part, total_length
+from kvbench.kernels.prefill import Scoring
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+LARGEST_GROUP = 128
+
+
+@dataclass(frozen=True)
+class Side:
+    """The keys or the values of a store.
+
+    packed: the first slots. dense: rows from row 0 of a ring of `size` rows, or of a plain buffer where size is None;
+    the slots after the packed ones begin at row `start`. dense_length: how many those are.
+    """
+
+    packed: Packed | None
+    dense: Tensor | None
+    start: int
+    size: int | None
+    dense_length: int
+
+    @property
+    def packed_length(self) -> int:
+        return 0 if self.packed is None else self.packed.length
+
+    @property
+    def length(self) -> int:
+        return self.packed_length + self.dense_length
+
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Codes, scale and minimum as the kernels read them: by words of 4 bytes where that is how they are used."""
+        if self.packed is None:
+            return None
+        codes, pairs = self.packed.codes.view(torch.int32), (self.packed.scale, self.packed.minimum)
+        if self.packed.axis == "token":
+            return codes, pairs[0].view(torch.int32), pairs[1].view(torch.int32)
+        return codes, *pairs
+
+    def strides(self) -> tuple[int, ...]:
+        """Batch and head of codes, of pairs, and of rows, then slot of rows, in elements of `pointers`; 0 if absent."""
+        pointers = self.pointers()
+        packed = (0, 0, 0, 0) if pointers is None else (*pointers[0].stride()[:2], *pointers[1].stride()[:2])
+        return (*packed, *((0, 0, 0) if self.dense is None else self.dense.stride()[:3]))
+
+
+def side_of(parts: Sequence[Part]) -> Side | None:
+    """The parts as one side; None where they are anything else than packed rows followed by a ring of dense ones."""
+    packed = parts[0] if parts and isinstance(parts[0], Packed) else None
+    dense = [part.rows for part in parts if isinstance(part, Dense)]
+    if len(dense) + (packed is not None) != len(parts) or len(dense) > 2 or total_length(parts) == 0:
+        return None
+    if not dense:
+        return Side(packed, None, 0, None, 0)
+    if len(dense) == 1:  # behind packed rows it is a ring that happens not to wrap now
+        n = dense[0].shape[2]
+        return Side(packed, dense[0], 0, None if packed is None else n, n)
+    start = _ring_start(*dense)
+    if start is None:
+        return None
+    return Side(packed, dense[1], start, start + dense[0].shape[2], dense[0].shape[2] + dense[1].shape[2])
+
+
+def _ring_start(older: Tensor, newer: Tensor) -> int | None:
+    """The row of a ring at which `older` begins, if `newer` goes on at the ring's row 0."""
+    row = newer.stride(2)
+    if (older.dtype, older.stride()) != (newer.dtype, newer.stride()) or row == 0:
+        return None
+    if older.untyped_storage().data_ptr() != newer.untyped_storage().data_ptr():
+        return None
+    start, rest = divmod(int(older.storage_offset() - newer.storage_offset()), row)
+    return start if rest == 0 and start >= newer.shape[2] else None
+
+
+def head_dim(part: Part) -> int:
+    """Channels of a head: D or Dv."""
+    if isinstance(part, Dense):
+        return part.rows.shape[3]
+    return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)
+
+
+def refused(part: Part) -> str | None:
+    """Why the kernels cannot read a part; None where they can."""
+    if isinstance(part, Dense):
+        if part.rows.dtype not in FLOATS:
+            return f"rows of {part.rows.dtype}"
+        return None if part.rows.stride(3) == 1 else "rows whose channels are not neighbours in memory"
+    size, bits = part.group_size, part.bits
+    if size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
+        return f"groups of {size} codes of {bits} bits"
+    if part.axis == "token" and head_dim(part) % 2:
+        return "an odd number of channels"
+    inner = part.codes.shape[2:]
+    if part.codes.stride()[2:] != (inner[1] * inner[2], inner[2], 1) or part.scale.stride()[2:] != (inner[1], 1):
+        return "codes or pairs that are not contiguous within a head"
+    if part.scale.dtype != torch.float16 or part.minimum.dtype != torch.float16:
+        return f"pairs of {part.scale.dtype}"
+    if part.minimum.stride() != part.scale.stride():
+        return "scales and minima laid out differently"
+    pair = 2 if part.axis == "token" else 1  # those are read two at a time
+    whole = (part.codes, 4), (part.scale, pair), (part.minimum, pair)
+    if any(offset % unit for tensor, unit in whole for offset in (tensor.storage_offset(), *tensor.stride()[:2])):
+        return "codes or pairs that do not begin at a whole word"
+    return None
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Slots with both sides packed, with one of them (`alone`: "keys", "values" or ""), and with none."""
+
+    both: int
+    one: int
+    none: int
+    alone: str
+
+
+def sections_of(key: Side, value: Side, by_pointer: bool) -> Sections:
+    """The sections of a store; with lengths on the device as large as they can become."""
+    both = min(key.packed_length, value.packed_length)
+    if not by_pointer:
+        either = max(key.packed_length, value.packed_length)
+        alone = "" if either == both else "keys" if key.packed_length > both else "values"
+        return Sections(both, either - both, key.length - either, alone)
+    none = min(key.dense_length, value.dense_length)
+    if key.packed is not None and value.dense is not None:
+        return Sections(both, min(key.packed_length, value.dense_length), none, "keys")
+    if value.packed is not None and key.dense is not None:
+        return Sections(both, min(value.packed_length, key.dense_length), none, "values")
+    return Sections(both, 0, none, "")
+
+
+def sinks_fit(n_sink: int, key: Side, value: Side) -> bool:
+    """Whether the sinks end before either side changes from packed to dense."""
+    return n_sink <= min(n for n in (key.packed_length, value.packed_length, key.length) if n)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of `TritonKernel.attend`, looked through."""
+
+    query: Tensor
+    key: Side
+    value: Side
+    sections: Sections
+    scoring: Scoring
+    visible: Tensor | None
+    sink_query: Tensor | None
+    n_sink: int
+    lengths: Tensor | None
+
+    @property
+    def kv_heads(self) -> int:
+        pieces = self.key.packed.codes if self.key.packed is not None else self.key.dense
+        return 0 if pieces is None else pieces.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one KV head."""
+        return self.query.shape[1] // self.kv_heads * self.query.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        if self.value.packed is not None:
+            return head_dim(self.value.packed)
+        return 0 if self.value.dense is None else self.value.dense.shape[3]

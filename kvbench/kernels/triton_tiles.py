@@ -1,0 +1,239 @@
+"""Decode attention in Triton: the device side of `kvbench.kernels.triton_decode`.
+
+A program is one warp. It walks a range of slots of one KV head tile by tile, with a running softmax, and leaves its
+share in a workspace; `combine` adds the shares up. Everything is computed transposed,
+
+    scores [T, N] = keys [T, D] @ query [D, N]        output [Dv, N] += values [Dv, T] @ probabilities [T, N]
+
+so that codes are the tensor cores' first operand and only 8 columns are needed for up to 8 query rows.
+
+Neither the softmax nor the sums care in which order slots and channels stand in a tile. The orders below
+(`slot_at`, `key_channel_at`, `value_channel_at`) are those in which a thread's packed words, as copied from memory
+16 bytes at a time, already hold the operand that the tensor cores want from that thread: nothing is exchanged after
+unpacking. Other layouts of the compiler would only cost time; no result depends on them.
+"""
+
+# mypy: ignore-errors
+# What stands below is Triton's dialect of Python, which a type checker does not know.
+
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------ packed words
+
+
+@triton.jit
+def codes_at(words, scale, minimum, LANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Code number LANE of the low byte of each 16-bit half, dequantised: [..., 2] from three tensors of halves.
+
+    The PTX does both halves at once: OR-ed into the mantissa of 1024.0 a code is a number, one multiply-add takes it
+    out again exactly, another applies the pair. The other branch says the same in plain operations.
+    """
+    MASK: tl.constexpr = 2**BITS - 1
+    if PTX:
+        FIELD: tl.constexpr = (MASK << (LANE * BITS)) * 0x10001
+        UNIT: tl.constexpr = (0x3C00 - ((LANE * BITS) << 10)) * 0x10001  # 2^-(LANE * BITS), twice
+        OFFSET: tl.constexpr = (0xE400 - ((LANE * BITS) << 10)) * 0x10001  # -1024 times that
+        both = tl.inline_asm_elementwise(
+            """{ .reg .b32 x;
+            lop3.b32 x, $1, $4, 0x64006400, 0xEA;
+            fma.rn.f16x2 x, x, $5, $6;
+            fma.rn.f16x2 $0, x, $2, $3; }""",
+            "=r,r,r,r,r,r,r",
+            [words, scale, minimum, FIELD, UNIT, OFFSET],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+        result = tl.join(low_half(both), high_half(both))
+    else:
+        code = words >> (LANE * BITS)
+        low = (code & MASK).to(tl.float32) * low_half(scale).to(tl.float32) + low_half(minimum).to(tl.float32)
+        code = code >> 16
+        high = (code & MASK).to(tl.float32) * high_half(scale).to(tl.float32) + high_half(minimum).to(tl.float32)
+        result = tl.join(low.to(DTYPE), high.to(DTYPE))
+    return result
+
+
+@triton.jit
+def low_half(words):
+    return words.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def high_half(words):
+    return (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def dequantise(words, scale, minimum, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """All codes of uint32 `words` [...]: [..., byte of the half (2), half (2), code of the byte (8 / BITS)].
+
+    scale, minimum: words of two float16, one for each half, broadcastable to [...].
+    """
+    words = tl.join(words, words >> 8)
+    scale, minimum = tl.expand_dims(scale, -1), tl.expand_dims(minimum, -1)
+    first = codes_at(words, scale, minimum, 0, BITS, DTYPE, PTX)
+    if BITS == 8:
+        result = first
+    elif BITS == 4:
+        result = tl.join(first, codes_at(words, scale, minimum, 1, BITS, DTYPE, PTX))
+    else:
+        even = tl.join(first, codes_at(words, scale, minimum, 2, BITS, DTYPE, PTX))
+        second = codes_at(words, scale, minimum, 1, BITS, DTYPE, PTX)
+        result = tl.join(even, tl.join(second, codes_at(words, scale, minimum, 3, BITS, DTYPE, PTX)))
+    return result
+
+
+@triton.jit
+def pair_up(rows, PTX: tl.constexpr):
+    """uint32 words [..., 2] of two rows -> [..., 2] words: bytes 0 and 1 of both rows side by side, then 2 and 3."""
+    a, b = tl.split(rows)
+    if PTX:
+        lower = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
+        upper = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        lower, upper = (a & 0xFFFF) | (b << 16), (a >> 16) | (b & 0xFFFF0000)
+    return tl.join(lower, upper)
+
+
+@triton.jit
+def load_words(at, mask):
+    return tl.load(at, mask=mask, other=0).to(tl.uint32, bitcast=True)
+
+
+# ------------------------------------------------------------------------------------------------ orders within a tile
+
+
+@triton.jit
+def slot_at(i, T: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
+    """The slot, counted from the tile's first, in row i of a tile whose keys are packed along tokens."""
+    WORDS: tl.constexpr = G * BITS // 32
+    BLOCK_LANES: tl.constexpr = min(T // G, 8)
+    WORD_LANES: tl.constexpr = min(WORDS, 8 // BLOCK_LANES)
+    word, i = i % WORD_LANES, i // WORD_LANES
+    block, i = i % BLOCK_LANES, i // BLOCK_LANES
+    code, i = i % (8 // BITS), i // (8 // BITS)
+    byte, i = i % 4, i // 4
+    word, i = word * (WORDS // WORD_LANES) + i % (WORDS // WORD_LANES), i // (WORDS // WORD_LANES)
+    return (i * BLOCK_LANES + block) * G + code * (G * BITS // 8) + word * 4 + byte
+
+
+@triton.jit
+def key_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
+    """The channel in column i of keys packed along channels."""
+    ROW: tl.constexpr = WIDTH * BITS // 32
+    LANES: tl.constexpr = min(4, ROW)
+    half, i = i % 2, i // 2
+    byte, i = half * 2 + i % 2, i // 2
+    word, i = i % LANES, i // LANES
+    code, i = i % (8 // BITS), i // (8 // BITS)
+    return channel_of(word * (ROW // LANES) + i, byte, code, G, BITS)
+
+
+@triton.jit
+def value_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
+    """The channel in row i of values packed along channels."""
+    ROW: tl.constexpr = WIDTH * BITS // 32
+    LANES: tl.constexpr = min(8, ROW)
+    word, i = i % LANES, i // LANES
+    code, i = i % (8 // BITS), i // (8 // BITS)
+    return channel_of(word * (ROW // LANES) + i // 4, i % 4, code, G, BITS)
+
+
+@triton.jit
+def channel_of(word, byte, code, G: tl.constexpr, BITS: tl.constexpr):
+    """The channel of a code, from its word in the row, its byte in the word and its place in the byte."""
+    WORDS: tl.constexpr = G * BITS // 32
+    return (word // WORDS) * G + code * (G * BITS // 8) + (word % WORDS) * 4 + byte
+
+
+# ------------------------------------------------------------------------------------------------------ one tile's rows
+
+
+@triton.jit
+def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
+                  BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Keys [T, WIDTH] of slots first .. first + T - 1, in the order of `slot_at`; codes [blocks, D, WORDS]."""
+    codes, scale, minimum = packed
+    BLOCKS: tl.constexpr = T // G
+    WORDS: tl.constexpr = G * BITS // 32
+    BLOCK_LANES: tl.constexpr = min(BLOCKS, 8)
+    WORD_LANES: tl.constexpr = min(WORDS, 8 // BLOCK_LANES)
+    block, column, pair = tl.arange(0, BLOCKS)[:, None], tl.arange(0, WIDTH * WORDS)[None, :], tl.arange(0, WIDTH // 2)
+    skipped = (first // G).to(tl.int64) * D
+    inside = first + block * G < stop
+    words = load_words(codes + skipped * WORDS + block * (D * WORDS) + column, inside & (column < D * WORDS))
+    at, inside = skipped // 2 + block * (D // 2) + pair[None, :], inside & (pair < D // 2)[None, :]
+    words = pair_up(tl.permute(tl.reshape(words, (BLOCKS, WIDTH // 2, 2, WORDS)), (0, 1, 3, 2)), PTX)
+    scale, minimum = load_words(scale + at, inside), load_words(minimum + at, inside)
+    keys = dequantise(words, scale[:, :, None, None], minimum[:, :, None, None], BITS, DTYPE, PTX)
+    keys = tl.reshape(keys, (BLOCKS // BLOCK_LANES, BLOCK_LANES, WIDTH // 2, WORD_LANES, WORDS // WORD_LANES, 2, 2, 2,
+                             8 // BITS))  # fmt: skip
+    return tl.reshape(tl.permute(keys, (0, 4, 5, 6, 8, 1, 3, 2, 7)), (T, WIDTH))
+
+
+@triton.jit
+def keys_by_channel(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
+                    BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Keys [T, WIDTH] of slots first .. first + T - 1, channels in the order of `key_channel_at`."""
+    ROW: tl.constexpr = WIDTH * BITS // 32
+    LANES: tl.constexpr = min(4, ROW)
+    words, scale, minimum = packed_rows(packed, first + tl.arange(0, T), first, stop, T, D, WIDTH, G, BITS)
+    words = tl.reshape(words, (T, WIDTH // G, G * BITS // 32))
+    scale, minimum = (scale | (scale << 16))[:, :, None], (minimum | (minimum << 16))[:, :, None]
+    keys = dequantise(words, scale, minimum, BITS, DTYPE, PTX)
+    keys = tl.reshape(keys, (T, LANES, ROW // LANES, 2, 2, 8 // BITS))
+    return tl.reshape(tl.permute(keys, (0, 2, 5, 1, 3, 4)), (T, WIDTH))
+
+
+@triton.jit
+def packed_rows(packed, slot, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
+                BITS: tl.constexpr):  # fmt: skip
+    """uint32 words [T, WIDTH * BITS / 32], scale and minimum [T, WIDTH / G] in the low half of a word, of the slots
+    of one tile; zero from slot `stop` on."""
+    codes, scale, minimum = packed
+    ROW: tl.constexpr = D * BITS // 32
+    start, row, inside = first.to(tl.int64), (slot - first)[:, None], (slot < stop)[:, None]
+    column = tl.arange(0, WIDTH * BITS // 32)[None, :]
+    words = load_words(codes + start * ROW + row * ROW + column, inside & (column < ROW))
+    column = tl.arange(0, WIDTH // G)[None, :]
+    at, inside = start * (D // G) + row * (D // G) + column, inside & (column < D // G)
+    scale, minimum = tl.load(scale + at, mask=inside, other=0), tl.load(minimum + at, mask=inside, other=0)
+    return (words, scale.to(tl.uint16, bitcast=True).to(tl.uint32), minimum.to(tl.uint16, bitcast=True).to(tl.uint32))
+
+
+@triton.jit
+def values_by_channel(packed, slot, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
+                      BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Values [WIDTH, T], channels in the order of `value_channel_at`. `slot` [T] holds the slots in the order
+    (T / 8, 2, 4); the columns come out in the order (T / 8, 4, 2): the two of a pair share a register."""
+    ROW: tl.constexpr = WIDTH * BITS // 32
+    GROUPS: tl.constexpr = WIDTH // G
+    LANES: tl.constexpr = min(8, ROW)
+    words, scale, minimum = packed_rows(packed, slot, first, stop, T, D, WIDTH, G, BITS)
+    words = pair_up(tl.permute(tl.reshape(words, (T // 8, 2, 4, ROW)), (0, 2, 3, 1)), PTX)
+    words = tl.reshape(words, (T // 8, 4, GROUPS, ROW // GROUPS, 2))
+    scale, minimum = pair_of(scale, T, GROUPS), pair_of(minimum, T, GROUPS)
+    values = dequantise(words, scale[:, :, :, None, None], minimum[:, :, :, None, None], BITS, DTYPE, PTX)
+    values = tl.reshape(values, (T // 8, 4, LANES, ROW // LANES, 2, 2, 2, 8 // BITS))
+    return tl.reshape(tl.permute(values, (3, 4, 5, 7, 2, 0, 1, 6)), (WIDTH, T))
+
+
+@triton.jit
+def pair_of(halves, T: tl.constexpr, GROUPS: tl.constexpr):
+    """Words [T / 8, 4, GROUPS] of what two slots of `values_by_channel` have in the low halves of [T, GROUPS]."""
+    a, b = tl.split(tl.permute(tl.reshape(halves, (T // 8, 2, 4, GROUPS)), (0, 2, 3, 1)))
+    return a | (b << 16)
+
+
+@triton.jit
+def dense_at(rows, stride, start, size, index, inside, channel, D: tl.constexpr):
+    """Rows `index` at `channel`, two tensors that broadcast to the result, where `inside`; zero elsewhere.
+
+    Row 0 stands at row `start` of a ring of `size` rows; size is None where no row can be beyond its end.
+    """
+    row = index + start
+    if size is not None:
+        row = tl.where(row >= size, row - size, row)
+    return tl.load(rows + row.to(tl.int64) * stride + channel, mask=inside & (channel < D), other=0.0)

@@ -18,6 +18,7 @@ from kvbench.cache.account import held_bytes
 from kvbench.cache.build import AnyCache, PrefixCache, build_cache, prefill
 from kvbench.cache.forward import forward
 from kvbench.cache.record import PrefillRecord
+from kvbench.cache.rotary import EXACT_ANGLES
 from kvbench.decode import step
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.results import Row
@@ -126,10 +127,12 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perplexity) -> list[Row]:
     mine, full = scores[entry.label], scores.get(bench.baseline.label)
     nll = torch.cat(mine.nll)
+    far = entry.method.rule.sinks_in_place > 0 and settings.longest - mine.kept[0] > EXACT_ANGLES
+    angles = f"; float32 angles beyond {EXACT_ANGLES} evicted tokens" if far else ""
     base = replace(
         entry.row, measure="perplexity", protocol=PROTOCOL, context=settings.context, n=nll.numel(),
         batch=min(settings.batch, settings.windows),
-        note=f"{settings.windows} windows of {settings.context} + {settings.tokens} tokens, no BOS added",
+        note=f"{settings.windows} windows of {settings.context} + {settings.tokens} tokens, no BOS added" + angles,
     )  # fmt: skip
     spread: dict[str, Tensor] = {"nll": nll}
     if len(mine.kl) == len(mine.nll):

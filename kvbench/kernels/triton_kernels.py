@@ -144,7 +144,7 @@ def walk(work, key, value, out, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
         channel = key_channel_at(channel, WIDTH, K_GROUP, K_BITS)
     if V_BITS != DENSE:
         value_channel = value_channel_at(value_channel, VALUE_WIDTH, V_GROUP, V_BITS)
-        value_slot = value_slot // 8 * 8 + value_slot % 4 * 2 + value_slot // 4 % 2
+        value_slot = value_slot // 16 * 16 + value_slot % 4 * 4 + value_slot // 4 % 4
     if K_BY_TOKEN:
         slot, value_slot = slot_at(slot, T, K_GROUP, K_BITS), slot_at(value_slot, T, K_GROUP, K_BITS)
     is_row = row[None, :] < ROWS
@@ -176,7 +176,7 @@ def walk(work, key, value, out, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
         kept = tl.exp2(top - anchor)
         weight = tl.exp2(score - anchor[None, :])
         top, total, output = new_top, total * kept + tl.sum(weight, 0), output * kept[None, :]
-        values = tile_values(value, here, here + value_slot, begin, end, T, DV, VALUE_WIDTH, V_GROUP, V_BITS,
+        values = tile_values(value, here, value_slot, begin, end, T, DV, VALUE_WIDTH, V_GROUP, V_BITS,
                              V_DTYPE, PTX)  # fmt: skip
         rounded = weight.to(V_DTYPE)
         output = tl.dot(values, rounded, output, input_precision="tf32x3")
@@ -208,16 +208,16 @@ def tile_keys(key, here, slot, begin, end, T: tl.constexpr, D: tl.constexpr, WID
 
 
 @triton.jit
-def tile_values(value, here, slot, begin, end, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
+def tile_values(value, here, row, begin, end, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
                 BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Values [WIDTH, T] of the slots `slot`, which are all in here .. here + T - 1."""
+    """Values [WIDTH, T] of slots here .. here + T - 1, in the order here + row."""
     packed, rows, stride, start, size, n_packed = value
     if BITS == DENSE:
-        slot, channel = slot[None, :], tl.arange(0, WIDTH)[:, None]
+        slot, channel = here + row[None, :], tl.arange(0, WIDTH)[:, None]
         inside = (slot >= begin) & (slot < end)
         values = dense_at(rows, stride, start, size, slot - n_packed, inside, channel, D).to(DTYPE)
     else:
-        values = values_by_channel(packed, slot, here, end, T, D, WIDTH, G, BITS, DTYPE, PTX)
+        values = values_by_channel(packed, row, here, end, T, D, WIDTH, G, BITS, DTYPE, PTX)
     return values
 
 

@@ -160,12 +160,22 @@ def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: 
     WORDS: tl.constexpr = G * BITS // 32
     BLOCK_LANES: tl.constexpr = min(BLOCKS, 8)
     WORD_LANES: tl.constexpr = min(WORDS, 8 // BLOCK_LANES)
-    block, column, pair = tl.arange(0, BLOCKS)[:, None], tl.arange(0, WIDTH * WORDS)[None, :], tl.arange(0, WIDTH // 2)
+    COPIES: tl.constexpr = max(1, WORDS // 4)  # copies of 16 bytes that a channel of a block takes,
+    CHANNELS: tl.constexpr = max(1, 4 // WORDS)  # or channels that one copy brings
+    i, word = tl.arange(0, WIDTH * BLOCKS * WORDS // 4)[:, None], tl.arange(0, 4)[None, :]
+    channel, i = i % 4 * 4, i // 4
+    copy, i = i % COPIES, i // COPIES
+    block, i = i % BLOCKS, i // BLOCKS
+    channel += i % (4 // CHANNELS) * CHANNELS + i // (4 // CHANNELS) * 16
     skipped = (first // G).to(tl.int64) * D
-    inside = first + block * G < stop
-    words = load_words(codes + skipped * WORDS + block * (D * WORDS) + column, inside & (column < D * WORDS))
-    at, inside = skipped // 2 + block * (D // 2) + pair[None, :], inside & (pair < D // 2)[None, :]
-    words = pair_up(tl.permute(tl.reshape(words, (BLOCKS, WIDTH // 2, 2, WORDS)), (0, 1, 3, 2)), PTX)
+    column = channel * WORDS + copy * 4 + word
+    inside = (first + block * G < stop) & (column < D * WORDS)
+    words = load_words(codes + skipped * WORDS + (block * (D * WORDS) + column), inside)
+    words = tl.reshape(words, (WIDTH // 16, 4 // CHANNELS, BLOCKS, COPIES, 4, CHANNELS, WORDS // COPIES))
+    words = tl.reshape(tl.permute(words, (2, 0, 4, 1, 5, 3, 6)), (BLOCKS, WIDTH // 2, 2, WORDS))
+    words = pair_up(tl.permute(words, (0, 1, 3, 2)), PTX)
+    block, pair = tl.arange(0, BLOCKS)[:, None], tl.arange(0, WIDTH // 2)[None, :]
+    at, inside = skipped // 2 + block * (D // 2) + pair, (first + block * G < stop) & (pair < D // 2)
     scale, minimum = load_words(scale + at, inside), load_words(minimum + at, inside)
     keys = dequantise(words, scale[:, :, None, None], minimum[:, :, None, None], BITS, DTYPE, PTX)
     keys = tl.reshape(keys, (BLOCKS // BLOCK_LANES, BLOCK_LANES, WIDTH // 2, WORD_LANES, WORDS // WORD_LANES, 2, 2, 2,
@@ -179,8 +189,10 @@ def keys_by_channel(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH
     """Keys [T, WIDTH] of slots first .. first + T - 1, channels in the order of `key_channel_at`."""
     ROW: tl.constexpr = WIDTH * BITS // 32
     LANES: tl.constexpr = min(4, ROW)
-    words, scale, minimum = packed_rows(packed, first + tl.arange(0, T), first, stop, T, D, WIDTH, G, BITS)
+    row = tl.arange(0, T)[:, None]
+    words = row_words(packed, first, row, tl.arange(0, ROW)[None, :], stop, D, BITS)
     words = tl.reshape(words, (T, WIDTH // G, G * BITS // 32))
+    scale, minimum = row_pairs(packed, first, row, stop, D, WIDTH, G)
     scale, minimum = (scale | (scale << 16))[:, :, None], (minimum | (minimum << 16))[:, :, None]
     keys = dequantise(words, scale, minimum, BITS, DTYPE, PTX)
     keys = tl.reshape(keys, (T, LANES, ROW // LANES, 2, 2, 8 // BITS))
@@ -188,43 +200,54 @@ def keys_by_channel(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH
 
 
 @triton.jit
-def packed_rows(packed, slot, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-                BITS: tl.constexpr):  # fmt: skip
-    """uint32 words [T, WIDTH * BITS / 32], scale and minimum [T, WIDTH / G] in the low half of a word, of the slots
-    of one tile; zero from slot `stop` on."""
-    codes, scale, minimum = packed
-    ROW: tl.constexpr = D * BITS // 32
-    start, row, inside = first.to(tl.int64), (slot - first)[:, None], (slot < stop)[:, None]
-    column = tl.arange(0, WIDTH * BITS // 32)[None, :]
-    words = load_words(codes + start * ROW + row * ROW + column, inside & (column < ROW))
-    column = tl.arange(0, WIDTH // G)[None, :]
-    at, inside = start * (D // G) + row * (D // G) + column, inside & (column < D // G)
-    scale, minimum = tl.load(scale + at, mask=inside, other=0), tl.load(minimum + at, mask=inside, other=0)
-    return (words, scale.to(tl.uint16, bitcast=True).to(tl.uint32), minimum.to(tl.uint16, bitcast=True).to(tl.uint32))
+def values_by_channel(packed, row, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+                      G: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Values [WIDTH, T] of the slots first + row [T], channels in the order of `value_channel_at`.
 
-
-@triton.jit
-def values_by_channel(packed, slot, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-                      BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Values [WIDTH, T], channels in the order of `value_channel_at`. `slot` [T] holds the slots in the order
-    (T / 8, 2, 4); the columns come out in the order (T / 8, 4, 2): the two of a pair share a register."""
+    The rows come in the order (T / 16, 4, 4) and leave in the order of the transposed: the last 4 of the input are
+    threads of one operand, which find their words side by side; the last 2 of the output share a register.
+    """
     ROW: tl.constexpr = WIDTH * BITS // 32
+    COPY: tl.constexpr = min(4, ROW)
     GROUPS: tl.constexpr = WIDTH // G
     LANES: tl.constexpr = min(8, ROW)
-    words, scale, minimum = packed_rows(packed, slot, first, stop, T, D, WIDTH, G, BITS)
-    words = pair_up(tl.permute(tl.reshape(words, (T // 8, 2, 4, ROW)), (0, 2, 3, 1)), PTX)
-    words = tl.reshape(words, (T // 8, 4, GROUPS, ROW // GROUPS, 2))
-    scale, minimum = pair_of(scale, T, GROUPS), pair_of(minimum, T, GROUPS)
-    values = dequantise(words, scale[:, :, :, None, None], minimum[:, :, :, None, None], BITS, DTYPE, PTX)
-    values = tl.reshape(values, (T // 8, 4, LANES, ROW // LANES, 2, 2, 2, 8 // BITS))
-    return tl.reshape(tl.permute(values, (3, 4, 5, 7, 2, 0, 1, 6)), (WIDTH, T))
+    i = tl.arange(0, T * ROW // COPY)
+    every = tl.broadcast_to(tl.reshape(row, (T // 4, 1, 4)), (T // 4, ROW // COPY, 4))
+    column = (i // 4 % (ROW // COPY) * COPY)[:, None] + tl.arange(0, COPY)[None, :]
+    words = row_words(packed, first, tl.reshape(every, (T * ROW // COPY,))[:, None], column, stop, D, BITS)
+    words = tl.permute(tl.reshape(words, (T // 4, ROW // COPY, 4, COPY)), (0, 2, 1, 3))
+    words = tl.reshape(words, (T // 16, 2, 2, 4, ROW))
+    words = pair_up(tl.permute(words, (0, 1, 3, 4, 2)), PTX)
+    words = tl.reshape(words, (T // 16, 2, 4, GROUPS, ROW // GROUPS, 2))
+    scale, minimum = row_pairs(packed, first, row[:, None], stop, D, WIDTH, G)
+    scale, minimum = both_of_pair(scale, T, GROUPS), both_of_pair(minimum, T, GROUPS)
+    values = dequantise(words, scale, minimum, BITS, DTYPE, PTX)
+    values = tl.reshape(values, (T // 16, 2, 4, LANES, ROW // LANES, 2, 2, 2, 8 // BITS))
+    return tl.reshape(tl.permute(values, (4, 5, 6, 8, 3, 0, 2, 1, 7)), (WIDTH, T))
 
 
 @triton.jit
-def pair_of(halves, T: tl.constexpr, GROUPS: tl.constexpr):
-    """Words [T / 8, 4, GROUPS] of what two slots of `values_by_channel` have in the low halves of [T, GROUPS]."""
-    a, b = tl.split(tl.permute(tl.reshape(halves, (T // 8, 2, 4, GROUPS)), (0, 2, 3, 1)))
-    return a | (b << 16)
+def both_of_pair(halves, T: tl.constexpr, GROUPS: tl.constexpr):
+    """The low halves [T, GROUPS] of both slots of a pair in one word: [T / 16, 2, 4, GROUPS, 1, 1]."""
+    a, b = tl.split(tl.permute(tl.reshape(halves, (T // 16, 2, 2, 4, GROUPS)), (0, 1, 3, 4, 2)))
+    return (a | (b << 16))[:, :, :, :, None, None]
+
+
+@triton.jit
+def row_words(packed, first, row, column, stop, D: tl.constexpr, BITS: tl.constexpr):
+    """Words of rows packed along channels, from slot `first` on: `row` and `column` broadcast to the result."""
+    ROW: tl.constexpr = D * BITS // 32
+    at = packed[0] + first.to(tl.int64) * ROW + (row * ROW + column)
+    return load_words(at, (first + row < stop) & (column < ROW))
+
+
+@triton.jit
+def row_pairs(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
+    """Scales and minima [T, WIDTH / G] of `row` [T, 1], from slot `first` on, each in the low half of a word."""
+    column = tl.arange(0, WIDTH // G)[None, :]
+    at, mask = first.to(tl.int64) * (D // G) + (row * (D // G) + column), (first + row < stop) & (column < D // G)
+    scale, minimum = tl.load(packed[1] + at, mask=mask, other=0.0), tl.load(packed[2] + at, mask=mask, other=0.0)
+    return scale.to(tl.uint16, bitcast=True).to(tl.uint32), minimum.to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit

@@ -55,8 +55,9 @@ def decode(
         lengths: None, or int32 [B, Hkv, 3] to be read instead of packed_keys, packed_values and slots.
         partial, maxima, sums: float32 [B, Hkv, programs, ROWS, DV] and twice [B, Hkv, programs, ROWS].
         key_packed: (codes, scale, minimum) or None, in `Packed`'s layout; codes, and the pairs of keys grouped along
-            tokens, as 4-byte words. key_rows: the dense piece, a ring of `key_size` rows that begins at `key_start`.
-            key_strides: batch and head of codes, of pairs, of rows, and slot of rows. The same for values.
+            tokens, as 4-byte words. key_rows: the dense piece, of which row `key_start` comes first; a ring of
+            `key_size` rows unless that is None. key_strides: batch and head of codes, of pairs, of rows, and slot of
+            rows. The same for values.
         both_programs, one_programs, none_programs: programs of each section, 0 where there is no such section.
         scale: of the scores, times log2(e); with a softcap divided by it (and `softcap` is times log2(e)).
         BOTH, ONE, NONE: which sections there are; ONE is the side packed alone, "keys" or "values", or "".

@@ -1,16 +1,16 @@
-"""Decode attention in Triton: the device side of `kvbench.kernels.triton_decode`.
+"""One tile of keys or values, as the tensor cores take it: the loads of `kvbench.kernels.triton_kernels`.
 
-A program is one warp. It walks a range of slots of one KV head tile by tile, with a running softmax, and leaves its
-share in a workspace; `combine` adds the shares up. Everything is computed transposed,
+Everything there is computed transposed,
 
     scores [T, N] = keys [T, D] @ query [D, N]        output [Dv, N] += values [Dv, T] @ probabilities [T, N]
 
-so that codes are the tensor cores' first operand and only 8 columns are needed for up to 8 query rows.
+so that codes are the tensor cores' first operand, and 8 columns do for up to 8 query rows.
 
-Neither the softmax nor the sums care in which order slots and channels stand in a tile. The orders below
-(`slot_at`, `key_channel_at`, `value_channel_at`) are those in which a thread's packed words, as copied from memory
-16 bytes at a time, already hold the operand that the tensor cores want from that thread: nothing is exchanged after
-unpacking. Other layouts of the compiler would only cost time; no result depends on them.
+Neither the softmax nor the sums care in which order slots and channels stand in a tile. The orders below (`slot_at`,
+`key_channel_at`, `value_channel_at`) are those in which the words that a thread reads hold just the numbers that the
+tensor cores want from that thread, so nothing is exchanged after unpacking. The words are copied to shared memory 16
+bytes at a time, in an order in which all that a warp then reads at once lies side by side: no two of its threads want
+the same bank. Should a compiler lay things out differently, that costs time; no result depends on it.
 """
 
 # mypy: ignore-errors
@@ -162,6 +162,7 @@ def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: 
     WORD_LANES: tl.constexpr = min(WORDS, 8 // BLOCK_LANES)
     COPIES: tl.constexpr = max(1, WORDS // 4)  # copies of 16 bytes that a channel of a block takes,
     CHANNELS: tl.constexpr = max(1, 4 // WORDS)  # or channels that one copy brings
+    # Channels 0, 4, 8 and 12 of 16 belong to threads that read at once, as do the tile's blocks.
     i, word = tl.arange(0, WIDTH * BLOCKS * WORDS // 4)[:, None], tl.arange(0, 4)[None, :]
     channel, i = i % 4 * 4, i // 4
     copy, i = i % COPIES, i // COPIES

@@ -2,8 +2,6 @@
 
 import ctypes
 import gc
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvbench.background import repeating
 from kvbench.cache.account import Held, held_bytes
 from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
 from kvbench.decode import step
@@ -145,22 +144,16 @@ def _status_bytes(field: str) -> int:
 
 @contextmanager
 def _sampled(found: Peak) -> Iterator[None]:
-    done = threading.Event()
     before = highest = _resident_bytes()
 
-    def watch() -> None:
+    def sample() -> None:
         nonlocal highest
-        while not done.is_set():
-            highest = max(highest, _resident_bytes())
-            time.sleep(0.002)
+        highest = max(highest, _resident_bytes())
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
     try:
-        yield
+        with repeating(sample, 0.002):
+            yield
     finally:
-        done.set()
-        watcher.join()
         found.bytes, found.source = max(0, highest - before), "resident size, sampled every 2 ms"
 
 

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import platform
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.atomic import read_json
+from kvbench.background import repeating
 
 CLAIMS = ".claims"
 BEAT_S = 20.0
@@ -129,18 +129,11 @@ class Claims:
 @contextmanager
 def beating(files: Iterable[Path], claims: Claims | None = None) -> Iterator[None]:
     """Touch `files` and the claims while the block runs, so that other machines see a living process."""
-    done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(BEAT_S):
-            for file in [*files, *(list(claims.held.values()) if claims else [])]:
-                with suppress(OSError):
-                    os.utime(file)
+        for file in [*files, *(list(claims.held.values()) if claims else [])]:
+            with suppress(OSError):
+                os.utime(file)
 
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
+    with repeating(beat, BEAT_S):
         yield
-    finally:
-        done.set()
-        thread.join()

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from kvbench.atomic import read_json
+from kvbench.background import repeating
 from kvbench.sweep.claims import is_alive
 from kvbench.sweep.plan import PLAN, Sweep, job_records
 
@@ -41,27 +42,25 @@ def until_idle(sweep: Sweep) -> Iterator[None]:
     def give_up(number: int, frame: FrameType | None) -> None:
         raise NothingAtWork("every job has begun and none is at work")
 
-    main, done = threading.main_thread().ident, threading.Event()
+    main = threading.main_thread().ident
+    idle_since: float | None = None
     before = signal.signal(signal.SIGUSR1, give_up)
 
-    def look() -> None:
-        idle_since = None
-        while not done.wait(LOOK_S):
-            records = job_records(sweep.folder, sweep.started)
-            wanted = len(read_json(sweep.folder / PLAN).get("jobs") or [])
-            over = len(records) >= wanted and not any(_at_work(record) or record.get("requeued") for record in records)
-            idle_since = (idle_since or time.monotonic()) if over else None
-            if idle_since is not None and time.monotonic() - idle_since > IDLE_S and main is not None:
-                signal.pthread_kill(main, signal.SIGUSR1)
-                return
+    def look() -> bool:
+        nonlocal idle_since
+        records = job_records(sweep.folder, sweep.started)
+        wanted = len(read_json(sweep.folder / PLAN).get("jobs") or [])
+        over = len(records) >= wanted and not any(_at_work(record) or record.get("requeued") for record in records)
+        idle_since = (idle_since or time.monotonic()) if over else None
+        if idle_since is None or time.monotonic() - idle_since <= IDLE_S or main is None:
+            return False
+        signal.pthread_kill(main, signal.SIGUSR1)
+        return True
 
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
     try:
-        yield
+        with repeating(look, LOOK_S):
+            yield
     finally:
-        done.set()
-        watcher.join()
         signal.signal(signal.SIGUSR1, before)
 
 

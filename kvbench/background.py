@@ -1,0 +1,27 @@
+"""Something done again and again beside a block of work."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def repeating(action: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Call `action` every `seconds`, on a thread of its own, as long as the block runs.
+
+    An action that returns True is not called again. The thread has ended when the block is left.
+    """
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.wait(seconds):
+            if action() is True:
+                return
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,6 +1,8 @@
 """The one place where the model is called."""
 
 import inspect
+from collections.abc import Callable
+from functools import cache as cache_results
 
 import torch
 from torch import Tensor
@@ -14,14 +16,15 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Cache | None, logits_to_
     """Logits [B, q, V] of ids [B, q] after what the cache holds; the last `logits_to_keep` only, 0 for all."""
     arguments = {"use_cache": cache is not None, "logits_to_keep": logits_to_keep}
     if cache is not None:
-        arguments[cache_argument(model)] = cache
+        arguments[cache_argument(type(model).forward)] = cache
     logits: Tensor = model(input_ids=ids, **arguments).logits
     return logits
 
 
-def cache_argument(model: PreTrainedModel) -> str:
-    """transformers 5.24 calls the cache `cache`; before, it was `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+@cache_results
+def cache_argument(model_forward: Callable[..., object]) -> str:
+    """transformers 5.24 calls the cache `cache`; before, it was `past_key_values`. Looked up once, not every step."""
+    return "cache" if "cache" in inspect.signature(model_forward).parameters else "past_key_values"
 
 
 def n_layers(model: PreTrainedModel) -> int:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import ARCHITECTURES, GROUPS, MEASURES, check_measures, did_you_mean, method_configs
-from kvbench.errors import UserError
+from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
 from kvbench.status import describe, survey
 from kvbench.sweep.plan import LAUNCHER, Sweep, is_setting, job_of, job_record, launcher_of, plan_sweep
 from kvbench.sweep.signals import Terminated
@@ -30,7 +30,7 @@ FLAGS = {"-m": (), "--multirun": (), "--resolve": (), "-c": ("job", "hydra", "al
 PACKS = ("methods", "none")
 LISTS = ("compare", "measure", "needle.lengths", "needle.depths", "memory.contexts", "latency.contexts")
 
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_SOME_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""The one exception that a user is meant to read."""
+"""The one exception that a user is meant to read, and what the exit codes mean."""
+
+EXIT_USER_ERROR, EXIT_SOME_FAILED = 2, 3
+"""Unusable input; and: everything was tried, and some cells are not ok."""
 
 
 class UserError(ValueError):

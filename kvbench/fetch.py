@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvbench.convert import gguf_to_folder
-from kvbench.errors import UserError
+from kvbench.errors import EXIT_USER_ERROR, UserError
 
 MANIFEST = "manifest.json"
 
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
     except UserError as error:
         print(f"kvbench.fetch: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("kvbench.fetch: interrupted; nothing half-done was kept", file=sys.stderr)
         return 130

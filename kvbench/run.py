@@ -19,7 +19,7 @@ from kvbench.cache.rotary import rotate_back
 from kvbench.cache.rule import check_budget, is_whole
 from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
-from kvbench.errors import UserError
+from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.kernels import KERNELS, choose
 from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.latency import latency
@@ -42,7 +42,7 @@ from kvbench.results import Row, RunFolder, check_writable
 from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, read_settings
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
-from kvbench.sweep.job import EXIT_SOME_FAILED, Measures, Work, conclude, measure
+from kvbench.sweep.job import Measures, Work, conclude, measure
 from kvbench.sweep.plan import Job, node_of
 
 MEASURES: Measures = {"perplexity": perplexity, "needle": needle, "memory": memory, "latency": latency}

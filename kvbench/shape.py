@@ -112,7 +112,7 @@ def refuse_without_attention_interface(model_class: type, name: str) -> None:
         return
     family = model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     raise UserError(
-        f"{name}: the {family} family computes attention in its own code, not through transformers' "
-        "AttentionInterface, so a compressed cache cannot be attended over; choose a family that uses it "
-        "(Llama, Qwen, Mistral, Gemma ...)"
+        f"{name} of the {family} family computes attention in its own code, not through transformers' "
+        "AttentionInterface, so a compressed cache cannot be attended over; choose another family, one that uses "
+        "it (Llama, Qwen, Mistral, Gemma ...)"
     )

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbench.atomic import read_json
-from kvbench.errors import UserError
+from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
 from kvbench.results import STATUS, Row
 from kvbench.sweep.cells import Ledger, Record, record_rows, standing
 from kvbench.sweep.claims import is_alive
 from kvbench.sweep.plan import PLAN, job_records
 
 EXAMPLE = "python -m kvbench.status results/"
-EXIT_INCOMPLETE = 3
 MOST_LINES = 20
 
 
@@ -218,9 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = survey(parser.parse_args(arguments).path)
     except UserError as error:
         print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     print(describe(found))
-    return 0 if found.complete and not found.refused else EXIT_INCOMPLETE
+    return 0 if found.complete and not found.refused else EXIT_SOME_FAILED
 
 
 if __name__ == "__main__":

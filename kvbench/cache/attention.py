@@ -4,7 +4,6 @@ A cache layer's `update` hands itself on in place of key tensors; the model pass
 lets the layer attend over what it holds. Nothing is unpacked, concatenated or repeated on the way.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast, runtime_checkable
@@ -14,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring, causal_attention
+from kvbench.shape import refuse_without_attention_interface
 
 IMPLEMENTATION = "kvbench"
 
@@ -82,18 +82,9 @@ def kvbench_attention(model: PreTrainedModel) -> Iterator[None]:
     if before == IMPLEMENTATION:
         yield
         return
-    check_interface(model)
+    refuse_without_attention_interface(type(model), type(model).__name__)
     model.set_attn_implementation(IMPLEMENTATION)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def check_interface(model: PreTrainedModel) -> None:
-    """Raise UserError for a family that does its attention outside of transformers' interface (Falcon, MPT)."""
-    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
-        raise UserError(
-            f"{type(model).__name__} does its attention outside of transformers' attention interface, so a compressed "
-            f"cache cannot be read in place; choose another family (Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX, ...)"
-        )

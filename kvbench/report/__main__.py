@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.errors import UserError
+from kvbench.errors import EXIT_USER_ERROR, UserError
 
 EXAMPLE = "python -m kvbench.report results/"
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(write_report(given.paths, out))
     except UserError as error:
         print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     return 0
 
 

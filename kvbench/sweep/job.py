@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kvbench.errors import EXIT_SOME_FAILED
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.latency import slope
 from kvbench.report.tables import TerminalTable
@@ -25,7 +26,6 @@ COMPARED = ("perplexity", "needle")
 APART = ("memory",)
 """Measures whose methods share nothing: each is a step of its own, so that a kill costs one of them."""
 
-EXIT_SOME_FAILED = 3
 Measures = dict[str, Callable[[Bench, Any], Iterator[Finding]]]
 
 

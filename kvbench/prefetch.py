@@ -15,12 +15,12 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.__main__ import one_line
 from kvbench.checkpoint import ModelSpec, local_path, model_spec
 from kvbench.data import DataSpec, data_spec, load_text
 from kvbench.errors import UserError
 from kvbench.fetch import fetch
 from kvbench.hub import hub_reachable
+from kvbench.messages import one_line
 from kvbench.sweep.plan import expand, node_of
 
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*", "onnx/*")

@@ -1,7 +1,6 @@
-"""The row, the run folder, atomic writes, the resume key, and `load`.
+"""The run folder, atomic writes, the resume key, and `load`.
 
-`metrics.parquet` is tidy: one measured number a row, every knob that made it in the row. The columns are the
-fields of `Row` and are listed nowhere else.
+`metrics.parquet` is tidy: one measured number a row (`kvbench.rows.Row`), every knob that made it in the row.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import re
 import secrets
 import shutil
 import tempfile
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,85 +26,19 @@ import yaml  # type: ignore[import-untyped]
 from kvbench import provenance as provenance_of
 from kvbench.atomic import plain, read_json, to_json, write_atomic
 from kvbench.errors import UserError
+from kvbench.rows import COLUMNS, KINDS, KNOBS, SCHEMA, Row, frame_of, frame_of_table, table_of
 from kvbench.sweep.claims import is_alive, this_process
 from kvbench.sweep.committed import drop_list, read_statuses
+
+__all__ = [
+    "COLUMNS", "KINDS", "KNOBS", "SCHEMA", "Row", "RunFolder", "check_writable", "clean_label", "find_runs", "frame_of",
+    "load", "read_status", "resume_key", "rows_between",
+]  # fmt: skip
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
     "metrics.parquet", "samples.jsonl", "status.json", "config.yaml", "provenance.json",
 )  # fmt: skip
 RUN_STATUSES = ("running", "ok", "failed", "oom", "interrupted")
-ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured number and everything that made it. None means: this knob plays no part here."""
-
-    run: str | None = None  # name of the run folder; filled in by RunFolder.add
-    model: str | None = None
-    revision: str | None = None
-    arch: str | None = None  # mha | gqa | mqa | mla | hybrid
-    kv_heads: int | None = None
-    converted: bool | None = None
-    method: str | None = None
-    store: str | None = None
-    bits: int | None = None
-    k_bits: int | None = None
-    v_bits: int | None = None
-    group: int | None = None
-    residual: int | None = None
-    budget: float | None = None  # as given: tokens (>= 1) or a share of the prompt (between 0 and 1)
-    sinks: int | None = None
-    window: int | None = None
-    variant: str | None = None
-    knobs: str | None = None  # JSON object: the knobs that have no column
-    measure: str | None = None
-    metric: str | None = None
-    value: float | None = None
-    unit: str | None = None
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-    protocol: str | None = None
-    question: str | None = None  # after | before
-    dataset: str | None = None
-    context: int | None = None
-    depth: float | None = None
-    batch: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    kernel: str | None = None
-    threads: int | None = None
-    seed: int | None = None
-    status: str = "ok"  # ok | oom | failed | interrupted | skipped
-    note: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.status not in ROW_STATUSES:
-            raise ValueError(f"status {self.status!r} is not one of {', '.join(ROW_STATUSES)}")
-
-
-COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Row))
-# What tells one compared method from another; the rest of a row says what was measured, and where.
-KNOBS = (
-    "method", "store", "bits", "k_bits", "v_bits", "group", "residual", "budget", "sinks", "window",
-    "variant", "knobs",
-)  # fmt: skip
-
-
-def _kind(hint: Any) -> type:
-    """`int` from `int | None`."""
-    members = typing.get_args(hint) or (hint,)
-    return next(member for member in members if member is not types.NoneType)  # type: ignore[no-any-return]
-
-
-KINDS: dict[str, type] = {name: _kind(hint) for name, hint in typing.get_type_hints(Row).items()}
-_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-_PANDAS = {
-    pa.string(): pd.StringDtype(), pa.int64(): pd.Int64Dtype(),
-    pa.float64(): pd.Float64Dtype(), pa.bool_(): pd.BooleanDtype(),
-}  # fmt: skip
-SCHEMA = pa.schema([pa.field(name, _ARROW[KINDS[name]]) for name in COLUMNS])
 
 
 class RunFolder:
@@ -197,7 +128,7 @@ class RunFolder:
 
     def _write_rows(self, rows: Iterable[Row]) -> list[Row]:
         new = [row if row.run is not None else replace(row, run=self.path.name) for row in rows]
-        table = _table([*self.rows, *new])  # converted before anything is kept: one bad row leaves the rest intact
+        table = table_of([*self.rows, *new])  # converted before anything is kept: one bad row leaves the rest intact
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         write_atomic(self.path / METRICS, buffer.getvalue().to_pybytes())
@@ -220,19 +151,6 @@ class RunFolder:
         status = self._status | changes
         write_atomic(self.path / STATUS, to_json(status))
         self._status = status
-
-
-def _table(rows: Sequence[Row]) -> pa.Table:
-    columns = []
-    for name in COLUMNS:
-        cells = [getattr(row, name) for row in rows]
-        if KINDS[name] is float:  # budgets are ints as often as not, values may be numpy or torch scalars
-            cells = [None if cell is None else float(cell) for cell in cells]
-        try:
-            columns.append(pa.array(cells, _ARROW[KINDS[name]]))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise TypeError(f"column {name!r} holds {KINDS[name].__name__}: {error}") from error
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def clean_label(label: str) -> str:
@@ -354,12 +272,7 @@ def load(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
 def rows_between(run: Path, start: int, stop: int) -> pd.DataFrame:
     """Rows `start` up to `stop` of a run's metrics.parquet, as a cell's record names them."""
-    return _frame(pq.ParquetFile(run / METRICS).read().slice(start, stop - start))
-
-
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows in memory as the DataFrame that `load` would give after writing them."""
-    return _frame(_table(list(rows)))
+    return frame_of_table(pq.ParquetFile(run / METRICS).read().slice(start, stop - start))
 
 
 def _read(file: Path, count: int | None, dropped: Set[int]) -> pd.DataFrame:
@@ -369,18 +282,7 @@ def _read(file: Path, count: int | None, dropped: Set[int]) -> pd.DataFrame:
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"{str(file)!r} is not a readable parquet file; remove it or restore it") from error
     kept = [i for i in range(table.num_rows if count is None else min(count, table.num_rows)) if i not in dropped]
-    return _frame(table).iloc[kept]
-
-
-def _frame(table: pa.Table) -> pd.DataFrame:
-    # Folders written by other versions may lack a column or have one more.
-    columns = [
-        table[name].cast(SCHEMA.field(name).type) if name in table.column_names
-        else pa.nulls(table.num_rows, SCHEMA.field(name).type)
-        for name in COLUMNS
-    ]  # fmt: skip
-    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(types_mapper=_PANDAS.get)
-    return frame
+    return frame_of_table(table).iloc[kept]
 
 
 def _now() -> str:

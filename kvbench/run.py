@@ -38,7 +38,8 @@ from kvbench.model import (
     revision_of,
 )
 from kvbench.progress import Progress
-from kvbench.results import Row, RunFolder, check_writable
+from kvbench.results import RunFolder, check_writable
+from kvbench.rows import Row
 from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, read_settings
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from kvbench.atomic import read_json
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
-from kvbench.results import STATUS, Row
+from kvbench.results import STATUS
+from kvbench.rows import Row
 from kvbench.sweep.cells import Ledger, Record, record_rows, standing
 from kvbench.sweep.claims import is_alive
 from kvbench.sweep.plan import PLAN, job_records

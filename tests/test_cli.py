@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from kvbench import run
-from kvbench.__main__ import check_words, help_text, main, names, unknown_key
+from kvbench.__main__ import check_words, main
 from kvbench.config import GROUPS, MEASURES
 from kvbench.errors import UserError
+from kvbench.messages import help_text, names, unknown_key
 from kvbench.results import find_runs, load, read_status
 from tests.text import light
 

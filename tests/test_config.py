@@ -11,9 +11,10 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from kvbench.__main__ import names, sweep_words
+from kvbench.__main__ import sweep_words
 from kvbench.config import KNOBS, MethodConfig, check_measures, did_you_mean, entry_overrides, method_configs
 from kvbench.errors import UserError
+from kvbench.messages import names
 from kvbench.results import COLUMNS, resume_key
 from kvbench.settings import Latency, Memory, Needle, Perplexity, read_settings
 

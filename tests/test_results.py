@@ -25,7 +25,8 @@ from tests.rows import BASE, rows
 DESIGNED = """
 run, model, revision, arch, kv_heads, converted, method, store, bits, k_bits, v_bits, group, residual,
 budget, sinks, window, variant, knobs, measure, metric, value, unit, low, high, n, protocol, question,
-dataset, context, depth, batch, dtype, device, kernel, threads, seed, status, note
+dataset, context, depth, batch, dtype, device, kernel, threads, seed, status, note,
+position, stride, bos, tokenizer
 """
 ROOT = Path(__file__).resolve().parent.parent
 

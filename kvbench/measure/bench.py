@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.cache.build import Method
 from kvbench.model import LoadedModel
 from kvbench.progress import Progress
-from kvbench.results import Row
+from kvbench.rows import Row
 
 NO_HOST_MEMORY = "can't allocate memory"
 """What torch's CPU allocator says, in a plain RuntimeError."""

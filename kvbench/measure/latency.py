@@ -16,7 +16,7 @@ from kvbench.cache.build import AnyCache, PrefixCache, build_cache, prefill
 from kvbench.cache.record import PrefillRecord, clock
 from kvbench.decode import step
 from kvbench.measure.bench import Bench, Entry, Finding
-from kvbench.results import Row
+from kvbench.rows import Row
 from kvbench.settings import Latency
 
 ROUND = 16

@@ -16,7 +16,7 @@ from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.measure.bench import Bench, Entry, Finding
-from kvbench.results import Row
+from kvbench.rows import Row
 from kvbench.settings import Memory
 
 WARM_UP = 256

@@ -21,7 +21,7 @@ from kvbench.decode import generate
 from kvbench.errors import UserError
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
-from kvbench.results import Row
+from kvbench.rows import Row
 from kvbench.settings import Needle
 
 WORDS = ("amber", "anchor", "basket", "beacon", "candle", "canyon", "cobalt", "copper", "ember", "falcon", "garden",

@@ -21,7 +21,7 @@ from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import EXACT_ANGLES
 from kvbench.decode import step
 from kvbench.measure.bench import Bench, Entry, Finding
-from kvbench.results import Row
+from kvbench.rows import Row
 from kvbench.settings import Perplexity
 
 PROTOCOL = "prefill_decode"

@@ -22,6 +22,7 @@ class Line:
 
     row: Row  # any of its rows: they agree on everything in IDENTITY but, at times, the context
     cells: dict[Cell, Row] = field(default_factory=dict)
+    curves: dict[tuple[str, int | None], dict[int, Row]] = field(default_factory=dict)  # (metric, context): by position
     failures: list[Row] = field(default_factory=list)
     repeats: int = 0  # older numbers that a later run measured again
 
@@ -51,6 +52,11 @@ class Line:
         """Keep a row; of two rows for one cell the later one stays, unless only the earlier one succeeded."""
         if row.status != "ok" or row.metric is None:
             self.failures.append(row)
+            return
+        if row.position is not None:
+            curve = self.curves.setdefault((row.metric, row.context), {})
+            self.repeats += row.position in curve
+            curve[row.position] = row
             return
         cell = (row.metric, row.context, row.depth)
         self.repeats += cell in self.cells

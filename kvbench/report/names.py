@@ -10,10 +10,10 @@ import pandas as pd
 
 from kvbench.results import COLUMNS, KNOBS, Row
 
-# What makes two rows parts of the same line of a comparison; `depth` and `metric` tell them apart inside it.
+# What makes two rows parts of the same line of a comparison; `depth`, `position`, `metric` tell them apart inside it.
 IDENTITY = (
     "model", "revision", "arch", "kv_heads", "converted", *KNOBS, "protocol", "question", "dataset",
-    "context", "batch", "dtype", "device", "kernel", "threads", "seed",
+    "context", "batch", "dtype", "device", "kernel", "threads", "seed", "stride", "bos",
 )  # fmt: skip
 Config = tuple[Any, ...]  # values of KNOBS
 

@@ -20,7 +20,8 @@ from kvbench import provenance
 from kvbench.atomic import plain, read_json
 from kvbench.config import MethodConfig
 from kvbench.report.names import rows_of
-from kvbench.results import STATUS, Row, resume_key, rows_between
+from kvbench.results import STATUS, resume_key, rows_between
+from kvbench.rows import Row
 from kvbench.settings import Latency, Setting, context_of, one_by_one, without_context
 from kvbench.sweep.claims import is_alive
 

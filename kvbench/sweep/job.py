@@ -15,7 +15,8 @@ from kvbench.errors import EXIT_SOME_FAILED
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.latency import slope
 from kvbench.report.tables import TerminalTable
-from kvbench.results import KNOBS, STATUS, Row, RunFolder
+from kvbench.results import STATUS, RunFolder
+from kvbench.rows import KNOBS, Row
 from kvbench.sweep.cells import DONE, Cell, Ledger, Part, Record, record_rows, settled, standing
 from kvbench.sweep.claims import Claims, beating
 from kvbench.sweep.plan import Job

@@ -33,6 +33,7 @@ class ModelSpec:
     device: str = "auto"
     load_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    kv_heads: int | None = None  # of the checkpoint, repeated or mean-pooled to this many
     # a transformers config with `model_type`, and `seed` for the weights
     random: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
@@ -79,6 +80,9 @@ def check_keys(given: dict[str, Any]) -> None:
             )
     if not isinstance(given.get("trust_remote_code", False), bool):
         raise UserError(f"model.trust_remote_code={given['trust_remote_code']!r} must be true or false")
+    heads = given.get("kv_heads", 1)
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise UserError(f"model.kv_heads={heads!r} must be a whole number of at least 1")
     for key in ("name", "id", "path", "fetched", "revision", "dtype", "device", "note"):
         if key in given:
             given[key] = str(given[key])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.checkpoint import ModelSpec, checkpoint, local_path, model_spec, one_line_errors
 from kvbench.convert import gguf_tokenizer, weights_fingerprint
 from kvbench.errors import UserError
-from kvbench.shape import ModelShape, refuse_unsupported, refuse_without_attention_interface, shape_of
+from kvbench.shape import ModelShape, refuse_unsupported, refuse_without_attention_interface, shape_of, with_kv_heads
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
 
 
 def describe(spec: ModelSpec) -> ModelShape:
-    """The model's shape from its config alone.
+    """The model's shape, with the KV heads asked for, from its config alone.
 
     Raises UserError for every model that `load_model` would refuse.
     """
@@ -58,7 +58,7 @@ def describe(spec: ModelSpec) -> ModelShape:
     refuse_unsupported(config, spec.name)
     if not has_own_code(spec, config):
         refuse_without_attention_interface(causal_class(config, spec), spec.name)
-    return shape_of(config)
+    return with_kv_heads(shape_of(config), spec.kv_heads, config, spec.name)
 
 
 def load_model(spec: ModelSpec) -> LoadedModel:
@@ -68,6 +68,8 @@ def load_model(spec: ModelSpec) -> LoadedModel:
     """
     import torch
 
+    from kvbench.heads import convert_kv_heads
+
     device = pick_device(spec.device)
     dtype = pick_dtype(spec.dtype, device)
     tokenizer = load_tokenizer(spec)
@@ -76,6 +78,7 @@ def load_model(spec: ModelSpec) -> LoadedModel:
     model.eval().requires_grad_(False)
     if has_own_code(spec, model.config):  # its class is known only now
         refuse_without_attention_interface(type(model), spec.name)
+    convert_kv_heads(model, shape)
     return LoadedModel(
         **asdict(shape),
         model=model,

@@ -69,7 +69,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
     check_methods([method for _, method in entries], settings, shape)
     device = pick_device(spec.device)
-    facts = Facts(revision_of(spec), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
+    facts = Facts(_weights(spec, shape), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
                   str(config.kernel), torch.get_num_threads())  # fmt: skip
     common = common_of(config)
     work = Work(job, [(part, [with_key(cell_of(method, part, common), facts) for method in methods])
@@ -78,6 +78,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if not left:
         return conclude(work, None)
     loaded = load_model(spec)
+    if loaded.remark:
+        progress.say(f"note: {loaded.name}: {loaded.remark}")
     for _, method in entries:
         if method.rule.sinks_in_place:
             rotate_back(loaded.model, 0)
@@ -103,6 +105,11 @@ def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: d
               "type the same command again", file=sys.stderr)  # fmt: skip
         return EXIT_SOME_FAILED
     return conclude(work, folder)
+
+
+def _weights(spec: ModelSpec, shape: ModelShape) -> str:
+    """What tells these weights from others: the revision, and the KV heads that it was converted to."""
+    return revision_of(spec) + (f" kv_heads={shape.kv_heads}" if shape.converted else "")
 
 
 def instantiate(config: MethodConfig) -> Method:
@@ -178,9 +185,9 @@ def _entries(
     methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig
 ) -> list[Entry]:
     base = Row(
-        model=loaded.name, revision=loaded.revision, arch=loaded.arch, kv_heads=loaded.kv_heads, converted=False,
-        dataset=text.name, dtype=str(loaded.dtype).removeprefix("torch."), device=_device_name(loaded.device),
-        threads=torch.get_num_threads(), seed=config.seed,
+        model=loaded.name, revision=loaded.revision, arch=loaded.arch, kv_heads=loaded.kv_heads,
+        converted=loaded.converted, dataset=text.name, dtype=str(loaded.dtype).removeprefix("torch."),
+        device=_device_name(loaded.device), threads=torch.get_num_threads(), seed=config.seed,
     )  # fmt: skip
     labels: dict[str, int] = {}
     entries = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.errors import UserError
@@ -17,18 +17,38 @@ class ModelShape:
     """The facts that decide a cache's size.
 
     Under MLA the cache holds latents: `kv_heads` is 1 and `head_dim` the latent's rank.
+    `converted_from` is the checkpoint's number of KV heads where `model.kv_heads` asked for another.
     `max_positions` is None where the config names no limit.
     `sliding_layers` counts the layers whose cache a window bounds already.
     """
 
     arch: str  # mha | gqa | mqa | mla | hybrid
     kv_heads: int
+    converted_from: int | None
     query_heads: int
     head_dim: int
     n_layers: int
     max_positions: int | None
     sliding_layers: int
     vocab_size: int
+
+    @property
+    def converted(self) -> bool:
+        return self.converted_from is not None
+
+    @property
+    def remark(self) -> str | None:
+        """What every row of this model must say; None where there is nothing unusual."""
+        said = []
+        if self.converted_from is not None:
+            exact = self.kv_heads > self.converted_from
+            how = "by repeating them: same logits" if exact else "by mean-pooling key and value weights: not lossless"
+            said.append(f"KV heads {self.converted_from} -> {self.kv_heads} {how}")
+        if self.sliding_layers:
+            said.append(
+                f"{self.sliding_layers} of {self.n_layers} layers are bounded by the model's own window and left alone"
+            )
+        return "; ".join(said) or None
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -45,15 +65,12 @@ def shape_of(config: Any) -> ModelShape:
     kinds = layer_kinds(config)
     if any(kind in RECURRENT for kind in kinds):
         arch = "hybrid"
-    elif latent_rank is not None:
-        arch = "mla"
-    elif kv_heads == query_heads:
-        arch = "mha"
     else:
-        arch = "mqa" if kv_heads == 1 else "gqa"
+        arch = "mla" if latent_rank is not None else shared_heads(kv_heads, query_heads)
     return ModelShape(
         arch=arch,
         kv_heads=kv_heads,
+        converted_from=None,
         query_heads=query_heads,
         head_dim=head_dim,
         n_layers=config.num_hidden_layers,
@@ -61,6 +78,35 @@ def shape_of(config: Any) -> ModelShape:
         sliding_layers=sum(kind in SLIDING for kind in kinds),
         vocab_size=config.vocab_size,
     )
+
+
+def shared_heads(kv_heads: int, query_heads: int) -> str:
+    """mha | gqa | mqa"""
+    if kv_heads == query_heads:
+        return "mha"
+    return "mqa" if kv_heads == 1 else "gqa"
+
+
+def with_kv_heads(shape: ModelShape, wanted: int | None, config: Any, name: str) -> ModelShape:
+    """The shape after `model.kv_heads`; as it is where that asks for nothing new.
+
+    Raises UserError for a number that the heads cannot be repeated or pooled to, and for a family without KV heads.
+    """
+    if wanted is None or (wanted == shape.kv_heads and shape.arch != "mla"):
+        return shape
+    if shape.arch in ("mla", "hybrid") or getattr(config, "num_key_value_heads", None) is None:
+        raise UserError(
+            f"model.kv_heads={wanted} cannot be had from {name} ({config.model_type}, {shape.arch}): it keeps no keys "
+            "and values in heads that can be repeated or pooled; leave it out"
+        )
+    fitting = [n for n in range(1, shape.query_heads + 1)
+               if shape.query_heads % n == 0 and (n % shape.kv_heads == 0 or shape.kv_heads % n == 0)]  # fmt: skip
+    if wanted not in fitting:
+        raise UserError(
+            f"model.kv_heads={wanted} does not fit {name}, with {shape.query_heads} query heads and {shape.kv_heads} "
+            f"KV heads; choose from {', '.join(map(str, fitting))}"
+        )
+    return replace(shape, kv_heads=wanted, converted_from=shape.kv_heads, arch=shared_heads(wanted, shape.query_heads))
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -138,9 +138,11 @@ def remarks(rows: Iterable[Row]) -> list[Finding]:
 def _by_note(rows: Iterable[Row]) -> dict[str, list[Row]]:
     carriers: dict[str, list[Row]] = {}
     for row in rows:
-        # Uninformative cells are found from the baseline's hits, and said once.
-        if row.note and row.status == "ok" and not row.note.startswith("uninformative"):
-            carriers.setdefault(_first_line(row.note), []).append(row)
+        # A note holds one or several remarks; each is told once, whatever it is joined with.
+        for note in _first_line(row.note).split("; ") if row.note and row.status == "ok" else ():
+            # Uninformative cells are found from the baseline's hits, and said once.
+            if not note.startswith("uninformative"):
+                carriers.setdefault(note, []).append(row)
     return carriers
 
 

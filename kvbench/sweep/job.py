@@ -133,7 +133,7 @@ def _measure(
     samples: list[dict[str, Any]] = []
     for finding in measures[part.measure](replace(bench, entries=entries), part.setting):
         for row in finding.rows:
-            rows.setdefault(_knobs(row), []).append(row)
+            rows.setdefault(_knobs(row), []).append(_with_remark(row, bench))
         samples += finding.samples
     now = time.time()
     outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
@@ -150,6 +150,11 @@ def _measure(
         if samples:
             folder.add_samples(samples)
         folder.settle(outcomes)
+
+
+def _with_remark(row: Row, bench: Bench) -> Row:
+    """The row with what the model itself must say in its note."""
+    return replace(row, note="; ".join(filter(None, (row.note, bench.loaded.remark))) or None)
 
 
 def _knobs(row: Row) -> tuple[Any, ...]:
@@ -171,7 +176,7 @@ def _slopes(work: Work, bench: Bench, folder: RunFolder, taken: list[tuple[Entry
             (row.context, row.value) for record in found if record is not None and record.status == "ok"
             for row in record_rows(record) if row.metric == "tpot_p50_ms" and row.context and row.value is not None
         ]  # fmt: skip
-        rows = slope(entry, medians)
+        rows = [_with_remark(row, bench) for row in slope(entry, medians)]
         outcome = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
         outcomes[cell.id] = rows, {**outcome, "finished": time.time(), "seconds": 0.0}
     folder.settle(outcomes)

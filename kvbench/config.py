@@ -18,6 +18,9 @@ from kvbench.errors import UserError
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
 
+OTHER_KNOBS = ("decode", "k_axis", "v_axis")
+"""Root keys likewise, kept in the row's `knobs`."""
+
 GROUPS = ("method", "store", "model", "data")
 """Config groups of which a run has one choice each."""
 
@@ -105,10 +108,11 @@ def entry_overrides(entry: str) -> list[str]:
         words = entry.split()
         if not any(word.startswith("method=") for word in words):
             raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")
-        others = [_key(word) for word in words if _root(word) not in ("method", "store", *KNOBS)]
+        knobs = (*KNOBS, *OTHER_KNOBS)
+        others = [_key(word) for word in words if _root(word) not in ("method", "store", *knobs)]
         if others:
             raise UserError(f"compare entry '{entry}' sets {others[0]}; an entry takes method, store and their knobs "
-                            f"({', '.join(KNOBS)}), all else stands outside the list")  # fmt: skip
+                            f"({', '.join(knobs)}), all else stands outside the list")  # fmt: skip
         return words
     method, _, store = entry.strip().partition("+")
     if not re.fullmatch(r"[\w.-]+", method) or (("+" in entry) and not re.fullmatch(r"[\w.-]+", store)):

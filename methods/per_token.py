@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.cache.groups import Groups, check_groups
+from kvbench.cache.groups import Groups, check_groups, planned_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
 from kvbench.kernels.parts import Part
@@ -40,6 +40,10 @@ class PerToken(Store):
 
     def allocate(self, shape: SlotShape) -> "PerTokenSlots":
         return PerTokenSlots(self, shape)
+
+    def planned_bytes(self, shape: SlotShape) -> int:
+        keys = planned_groups(self.k_bits, self.group_size, shape.slots, shape.key_dim, shape)
+        return keys + planned_groups(self.v_bits, self.group_size, shape.slots, shape.value_dim, shape)
 
 
 class PerTokenSlots(Slots):

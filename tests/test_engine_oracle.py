@@ -95,7 +95,7 @@ def same_state(cache: KVCache, histories: list[slow.History], where: str) -> Non
         assert layer.get_seq_length() == history.seen, where
         assert layer.kept_positions().tolist() == history.kept(), where
         if isinstance(history, slow.KiviHistory):
-            counts = layer.slots.keys.length, layer.slots.values.length
+            counts = layer.slots.keys.groups.length, layer.slots.values.groups.length
             assert counts == (history.quantised_keys, history.quantised_values), where
 
 

@@ -78,12 +78,12 @@ def store(kind: str, key: Tensor, value: Tensor, bits: int = 4, group: int = 32)
 
 def whole_kivi(slots: KiviSlots) -> tuple[Parts, Tensor]:
     """The store's parts as whole buffers, and the three lengths."""
-    keys, values = slots.keys, slots.values
+    keys, values = slots.keys.groups, slots.values.groups
     parts: Parts = (
         [Packed(keys.codes, keys.scale, keys.minimum, keys.bits, keys.group_size, keys.axis),
-         Dense(slots.key_residual)],
+         Dense(slots.keys.residual)],
         [Packed(values.codes, values.scale, values.minimum, values.bits, values.group_size, values.axis),
-         Dense(slots.value_ring)],
+         Dense(slots.values.residual)],
     )  # fmt: skip
     lengths = torch.tensor([keys.length, values.length, slots.length], dtype=torch.int32, device=keys.codes.device)
     return parts, lengths

@@ -72,6 +72,12 @@ class Groups:
         yield Buffer("scales", self.minimum, used)
 
 
+def planned_groups(bits: int, group_size: int, rows: int, width: int, shape: SlotShape) -> int:
+    """Bytes of `Groups` with that many rows of `width` numbers, by formula: codes, and a float16 pair a group."""
+    groups = shape.batch * shape.kv_heads * rows * width // group_size
+    return groups * (group_size * bits // 8 + 4)
+
+
 def check_groups(
     who: str, group_size: int, *bits: int, head_dim: int | None = None, widths: tuple[int, ...] = BITS
 ) -> None:

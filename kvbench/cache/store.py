@@ -100,6 +100,10 @@ class Store:
         """Empty slots of that shape."""
         raise TypeError(f"{type(self).__name__} cannot allocate")
 
+    def planned_bytes(self, shape: SlotShape) -> int:
+        """Bytes that slots of that shape will take, by formula: nothing is allocated."""
+        raise TypeError(f"{type(self).__name__} does not know its bytes")
+
 
 class DenseSlots(Slots):
     """Rows of one dtype: keys [B, Hkv, S, D], values [B, Hkv, S, Dv]. `is_narrower`: than the model's."""
@@ -146,7 +150,14 @@ class DenseStore(Store):
             raise UserError(f"dtype={self.dtype} for a dense store; type float16 or bfloat16")
 
     def allocate(self, shape: SlotShape) -> DenseSlots:
-        return DenseSlots(shape, shape.dtype if self.dtype is None else getattr(torch, self.dtype))
+        return DenseSlots(shape, self._held_dtype(shape))
+
+    def planned_bytes(self, shape: SlotShape) -> int:
+        rows = shape.batch * shape.kv_heads * shape.slots
+        return rows * (shape.key_dim + shape.value_dim) * self._held_dtype(shape).itemsize
+
+    def _held_dtype(self, shape: SlotShape) -> torch.dtype:
+        return shape.dtype if self.dtype is None else getattr(torch, self.dtype)
 
 
 def scatter_rows(buffer: Tensor, slot: Tensor, rows: Tensor) -> None:

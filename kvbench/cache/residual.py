@@ -1,0 +1,124 @@
+"""Quantised rows with a full-precision residual behind them: KIVI's keys and values, on either axis."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.groups import Groups, planned_groups
+from kvbench.cache.store import Buffer, SlotShape
+from kvbench.kernels.parts import Dense, Part
+
+
+class PerChannel:
+    """Groups of consecutive tokens, one scale a channel; `residual_length` R tokens are quantised at a time.
+
+    After `settle` the residual holds fewer than R tokens. length: tokens held, quantised or not.
+    """
+
+    def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
+        self.residual_length, self.length = residual_length, 0
+        self.groups = Groups("token", bits, group_size, shape.slots // residual_length * residual_length, width, shape)
+        self.residual = residual_rows(residual_length, width, shape)
+
+    def fill(self, rows: Tensor) -> None:
+        """Take a prompt's rows [B, Hkv, n, D]."""
+        whole = rows.shape[2] // self.residual_length * self.residual_length
+        self.groups.append(rows[:, :, :whole])
+        self.residual[:, :, : rows.shape[2] - whole] = rows[:, :, whole:]
+        self.length = rows.shape[2]
+
+    def append(self, rows: Tensor) -> None:
+        """Write rows [B, Hkv, q, D] behind those held, in full precision."""
+        first = self.length - self.groups.length
+        self.residual[:, :, first : first + rows.shape[2]] = rows
+        self.length += rows.shape[2]
+
+    def settle(self) -> None:
+        """While the residual holds at least R tokens, quantise its oldest R."""
+        r = self.residual_length
+        while self.length - self.groups.length >= r:
+            self.groups.append(self.residual[:, :, :r])
+            rest = self.length - self.groups.length
+            self.residual[:, :, :rest] = self.residual[:, :, r : r + rest].clone()
+
+    def parts(self) -> Sequence[Part]:
+        rest = self.length - self.groups.length
+        return [*self.groups.parts(), *([Dense(self.residual[:, :, :rest])] if rest else [])]
+
+    def buffers(self) -> Iterator[Buffer]:
+        yield from self.groups.buffers()
+        yield Buffer("residual", self.residual, (self.length - self.groups.length) / self.residual.shape[2])
+
+    @staticmethod
+    def planned_bytes(bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> int:
+        """Bytes of the buffers, by formula."""
+        rows = shape.slots // residual_length * residual_length
+        return planned_groups(bits, group_size, rows, width, shape) + planned_residual(residual_length, width, shape)
+
+
+class PerToken:
+    """Groups of consecutive channels within a token; all but the newest `residual_length` tokens are quantised.
+
+    The residual is a ring: token t stands in row t modulo its size. length: tokens held, quantised or not.
+    """
+
+    def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
+        self.residual_length, self.length = residual_length, 0
+        self.groups = Groups("channel", bits, group_size, max(0, shape.slots - residual_length), width, shape)
+        self.residual = residual_rows(residual_length, width, shape)
+
+    def fill(self, rows: Tensor) -> None:
+        """Take a prompt's rows [B, Hkv, n, D]."""
+        older = max(0, rows.shape[2] - self.residual_length)
+        self.groups.append(rows[:, :, :older])
+        self.length = older
+        self.append(rows[:, :, older:])
+
+    def append(self, rows: Tensor) -> None:
+        """Write rows [B, Hkv, q, D] behind those held, in full precision."""
+        size = self.residual.shape[2]
+        at = self.length % size
+        head = min(rows.shape[2], size - at)
+        self.residual[:, :, at : at + head] = rows[:, :, :head]
+        self.residual[:, :, : rows.shape[2] - head] = rows[:, :, head:]
+        self.length += rows.shape[2]
+
+    def settle(self) -> None:
+        """Quantise all but the newest R tokens."""
+        while (leaving := self.length - self.residual_length - self.groups.length) > 0:
+            oldest = self._ring()[0]
+            self.groups.append(oldest[:, :, : min(leaving, oldest.shape[2])])
+
+    def parts(self) -> Sequence[Part]:
+        return [*self.groups.parts(), *(Dense(rows) for rows in self._ring())]
+
+    def _ring(self) -> list[Tensor]:
+        """The unquantised rows, oldest first: one slice of the ring, or two where it wraps."""
+        size, held = self.residual.shape[2], self.length - self.groups.length
+        at = self.groups.length % size
+        head = min(held, size - at)
+        slices = [self.residual[:, :, at : at + head], self.residual[:, :, : held - head]]
+        return [rows for rows in slices if rows.shape[2]]
+
+    def buffers(self) -> Iterator[Buffer]:
+        yield from self.groups.buffers()
+        yield Buffer("residual", self.residual, (self.length - self.groups.length) / self.residual.shape[2])
+
+    @staticmethod
+    def planned_bytes(bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> int:
+        """Bytes of the buffers, by formula."""
+        rows = max(0, shape.slots - residual_length)
+        return planned_groups(bits, group_size, rows, width, shape) + planned_residual(residual_length, width, shape)
+
+
+def residual_rows(residual_length: int, width: int, shape: SlotShape) -> Tensor:
+    """Room for the residual and one forward's tokens, [B, Hkv, rows, D], but not for more than will ever come."""
+    rows = min(residual_length + shape.step, shape.slots)
+    return torch.empty(shape.batch, shape.kv_heads, rows, width, dtype=shape.dtype, device=shape.device)
+
+
+def planned_residual(residual_length: int, width: int, shape: SlotShape) -> int:
+    """Bytes of `residual_rows`."""
+    rows = min(residual_length + shape.step, shape.slots)
+    return shape.batch * shape.kv_heads * rows * width * shape.dtype.itemsize

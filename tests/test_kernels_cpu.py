@@ -19,7 +19,7 @@ from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.decode import step
 from kvbench.kernels import REFERENCE, compile, compiled, reference
 from kvbench.kernels.cpu import MOST_ROWS, CpuKernel, pack_parts
-from kvbench.kernels.parts import Axis, Dense, Packed, Part
+from kvbench.kernels.parts import Axis, Dense, Packed, Part, Split
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise
 from kvbench.methods.full import Full
@@ -176,6 +176,24 @@ def test_every_width_and_axis(kernel: CpuKernel, axis: Axis, bits: int, group: i
     check(kernel, torch.randn(1, 6, 1, dim, generator=draw), *sides, Scoring(dim**-0.5))
 
 
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("rotated", FLOATS)
+@pytest.mark.parametrize("latent", ["float32", "bfloat16", "channel 8 32", "channel 4 32", "channel 2 64"])
+def test_keys_in_two_places(kernel: CpuKernel, latent: str, rotated: torch.dtype, mask: bool) -> None:
+    """MLA's layout, 512 + 64 channels for 16 heads: the latent is key and value at once, the rotated key lies apart."""
+    draw = torch.Generator().manual_seed(5)
+    length, cuts = 1100, ((640, latent), (460, "float32"))
+    c, rope = torch.randn(2, 1, length, 512, generator=draw), torch.randn(2, 1, length, 64, generator=draw)
+    values = build_side(c, cuts)
+    keys: list[Part] = []
+    for part, at in zip(values, (slice(0, 640), slice(640, length)), strict=True):
+        assert not isinstance(part, Split)
+        keys.append(Split(part, dense(rope[:, :, at], rotated)))
+    visible = torch.rand(2, 1, 1, length, generator=draw) < 0.5 if mask else None
+    query = torch.randn(2, 1, 16, 576, generator=draw).transpose(1, 2)
+    check(kernel, query, keys, values, Scoring(192**-0.5, softcap=30.0 if mask else None), visible=visible)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_16_bit_queries(kernel: CpuKernel, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -230,6 +248,9 @@ REFUSED = {
     "3 bits": lambda k: (torch.ones(1, 1, 1, 64), [packed(k, "channel", 3, 32)]),
     "float64 rows": lambda k: (torch.ones(1, 1, 1, 64), [Dense(k.double())]),
     "many queries": lambda k: (torch.ones(1, 1, MOST_ROWS + 1, 64), [Dense(k)]),
+    "two places, but not all of it": lambda k: (torch.ones(1, 1, 1, 64), [
+        Split(Dense(k[:, :, :20, :32]), Dense(k[:, :, :20, 32:])), Dense(k[:, :, 20:])
+    ]),
     "an empty part": lambda k: (torch.ones(1, 1, 1, 64), [Dense(k[:, :, :0])]),
 }
 

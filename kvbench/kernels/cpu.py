@@ -1,7 +1,8 @@
 """Decode attention by the compiled CPU kernel, `decode.cpp`: same arguments and results as the reference.
 
 What the kernel does not take goes to the reference: float64, 3-bit codes, head sizes that are no multiple of 8 or
-beyond 512, very many queries at once, memory whose channels are not neighbours.
+beyond 512 (in one place: MLA's 512 + 64 lie in two), very many queries at once, memory whose channels are not
+neighbours.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.parts import Dense, Packed, Part
+from kvbench.kernels.parts import Dense, Packed, Part, Split
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import BITS
 
@@ -56,10 +57,11 @@ class CpuKernel:
         want_probabilities: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """See `kvbench.kernels.reference.attend`; probabilities are None where they are not wanted."""
-        parts = pack_parts(query, keys, values)
-        if parts is None:
+        parts, apart = pack_parts(query, keys, values), last_channels(keys)
+        if parts is None or (apart and n_sink):
             return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
-        batch, heads, tokens, key_dim = query.shape
+        batch, heads, tokens, channels = query.shape
+        last_dim = width(apart[0]) if apart else 0
         kv_heads, value_dim, slots = keys[0].kv_heads, width(values[0]), sum(part.length for part in keys)
         group = heads // kv_heads
 
@@ -70,7 +72,8 @@ class CpuKernel:
         output = torch.empty(batch, heads, tokens, value_dim)
         probabilities = torch.empty(batch, kv_heads, group, tokens, slots) if want_probabilities else None
         call = array("q", (
-            batch, kv_heads, group, tokens, key_dim, value_dim, slots, torch.get_num_threads(), len(keys), len(values),
+            batch, kv_heads, group, tokens, channels - last_dim, value_dim, slots, torch.get_num_threads(),
+            len(keys), len(values), last_dim, len(apart),
             *where(queries), *where(sinks), n_sink if sinks is not None else 0, pointer(logits), *where(mask),
             output.data_ptr(), pointer(probabilities), *parts,
         ))  # fmt: skip
@@ -78,25 +81,40 @@ class CpuKernel:
         return output if query.dtype == torch.float32 else output.to(query.dtype), probabilities
 
 
+def last_channels(keys: Sequence[Part]) -> list[Dense]:
+    """What keys that lie in two places hold apart; empty for others."""
+    return [part.last_channels for part in keys if isinstance(part, Split)]
+
+
 def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> list[int] | None:
-    """`struct Part` of decode.cpp for all keys, then all values; None where the kernel does not take the call."""
-    batch, heads, tokens, key_dim = query.shape
-    if query.dtype not in FORMATS or not keys or not values:
+    """`struct Part` of decode.cpp for all keys, all values, then the last channels of keys that hold them apart; None
+    where the kernel does not take the call."""
+    batch, heads, tokens, channels = query.shape
+    apart = last_channels(keys)
+    if query.dtype not in FORMATS or not keys or not values or len(apart) not in (0, len(keys)):
         return None
-    kv_heads, value_dim, numbers = keys[0].kv_heads, width(values[0]), list[int]()
+    kv_heads, numbers = keys[0].kv_heads, list[int]()
     if heads % kv_heads or heads // kv_heads * tokens > MOST_ROWS:
         return None
-    for side, columns in ((keys, key_dim), (values, value_dim)):
+    first = [part.first_channels if isinstance(part, Split) else part for part in keys]
+    last_dim = width(apart[0]) if apart else 0
+    for side, columns in ((first, channels - last_dim), (values, width(values[0])), (apart, last_dim)):
         if columns % 8 or columns > LARGEST_HEAD:
             return None
         for part in side:
-            lead = (batch, kv_heads)
-            packed = pack_dense(part, lead, columns) if isinstance(part, Dense) else pack_codes(part, lead, columns)
+            packed = pack(part, (batch, kv_heads), columns)
             if packed is None:
                 return None
             numbers += packed
     slots = sum(part.length for part in keys)
     return numbers if slots and slots == sum(part.length for part in values) else None
+
+
+def pack(part: Part, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
+    """`struct Part` of a part; None where the kernel does not take it."""
+    if isinstance(part, Dense):
+        return pack_dense(part, lead, columns)
+    return pack_codes(part, lead, columns) if isinstance(part, Packed) else None
 
 
 def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
@@ -128,6 +146,8 @@ def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, 
 
 def width(part: Part) -> int:
     """The head size of a part."""
+    if isinstance(part, Split):
+        return width(part.first_channels) + width(part.last_channels)
     if isinstance(part, Dense):
         return part.rows.shape[3]
     return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)

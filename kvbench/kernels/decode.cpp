@@ -28,12 +28,13 @@ struct Part {  // strides in bytes
 
 struct Call {  // strides in elements; an absent tensor is 0
   int64_t batch, kv_heads, heads, tokens, key_dim, value_dim, slots, threads, key_parts, value_parts;
-  int64_t query, query_batch, query_head, query_token;            // float32 [batch, kv_heads * heads, tokens, key_dim]
+  int64_t last_dim, last_parts;  // keys that are held in two places: their channels from key_dim on, 0 where there are none
+  int64_t query, query_batch, query_head, query_token;            // float32 [batch, kv_heads * heads, tokens, key_dim + last_dim]
   int64_t sink_query, sink_batch, sink_head, sink_token, n_sink;  // likewise, for the first n_sink slots
   int64_t sink_logits;                                            // float32 [kv_heads * heads]
   int64_t mask, mask_batch, mask_head, mask_token;                // bytes [batch, kv_heads, tokens, slots]
   int64_t output, probabilities;  // float32 [batch, kv_heads, heads, tokens, value_dim] and [.., slots]
-  Part parts[1];                  // of the keys, then of the values
+  Part parts[1];                  // of the keys, of the values, then of the keys' last channels
 
   int rows() const { return int(heads * tokens); }
 };
@@ -54,9 +55,11 @@ struct Plan {
   std::vector<Grid> packed, unpacked;
 
   explicit Plan(const Call& c) : call(c), heads(c.batch * c.kv_heads) {
-    for (int64_t i = 0; i < c.key_parts + c.value_parts; i++) {
+    for (int64_t i = 0; i < c.key_parts + c.value_parts + c.last_parts; i++) {
       const Part& part = c.parts[i];
-      const int columns = int(i < c.key_parts ? c.key_dim : c.value_dim), group = int(part.group);
+      const int64_t values_end = c.key_parts + c.value_parts;
+      const int columns = int(i < c.key_parts ? c.key_dim : i < values_end ? c.value_dim : c.last_dim);
+      const int group = int(part.group);
       packed.emplace_back(part.format, part.token_axis ? group : columns, group);
       unpacked.emplace_back(FLOAT32, columns, columns);
       if (part.token_axis && group <= MOST_CHUNK && chunk % group) chunk = MOST_CHUNK / group * group;
@@ -101,7 +104,7 @@ struct Worker {
   const Plan& plan;
   const Call& call;
   const int rows, key_dim, value_dim;
-  Rows query, sink_query, scores, sink_scores, fresh, unpacked;
+  Rows query, sink_query, last_query, scores, sink_scores, last_scores, fresh, unpacked;
   std::unique_ptr<Pairs> pairs{new Pairs};
   float scaled[MOST_QUERIES * STRIDE], bias[MOST_QUERIES];
   int64_t b = 0, h = 0;
@@ -110,13 +113,15 @@ struct Worker {
       : plan(p), call(p.call), rows(call.rows()), key_dim(int(call.key_dim)), value_dim(int(call.value_dim)),
         query(new float[rows * STRIDE]), scores(new float[rows * STRIDE]), fresh(new float[rows * STRIDE]) {
     if (call.n_sink) sink_query.reset(new float[rows * STRIDE]), sink_scores.reset(new float[rows * STRIDE]);
+    if (call.last_parts) last_query.reset(new float[rows * STRIDE]), last_scores.reset(new float[rows * STRIDE]);
   }
 
-  // Queries of this KV head as rows, the scale of the scores folded in.
-  void read_query(int64_t from, int64_t batch, int64_t head, int64_t token, float scaling, const Rows& to) {
+  // Queries of this KV head as rows, the scale of the scores folded in: `columns` channels of them from `first` on.
+  void read_query(int64_t from, int64_t batch, int64_t head, int64_t token, float scaling, const Rows& to, int first,
+                  int columns) {
     for (int m = 0; m < rows; m++) {
-      const int64_t row = b * batch + (h * call.heads + m / call.tokens) * head + m % call.tokens * token;
-      for (int d = 0; d < key_dim; d++) to[m * STRIDE + d] = floats_at(from)[row + d] * scaling;
+      const int64_t row = b * batch + (h * call.heads + m / call.tokens) * head + m % call.tokens * token + first;
+      for (int d = 0; d < columns; d++) to[m * STRIDE + d] = floats_at(from)[row + d] * scaling;
     }
   }
 
@@ -188,12 +193,13 @@ struct Worker {
     constant = total<sizeof(V) / 4>(sum);
   }
 
-  // Scores of slots [first, last); those of query row m begin at to[m * STRIDE].
-  void score(const Rows& q, int64_t first, int64_t last, float* to) {
-    each_part(0, call.key_parts, first, last, [&](const Part& part, int index, int64_t from, int n, int64_t at) {
+  // Scores of slots [first, last) over the channels that `parts` parts from `begin` on hold; those of query row m begin
+  // at to[m * STRIDE].
+  void score(const Rows& q, int64_t begin, int64_t parts, int columns, int64_t first, int64_t last, float* to) {
+    each_part(begin, parts, first, last, [&](const Part& part, int index, int64_t from, int n, int64_t at) {
       if (part.token_axis && plan.packed[index].lanes && from % part.group == 0 && n % part.group == 0)
         return score_blocks(part, index, q, from, n, to + at);
-      each_tile(part, index, from, n, key_dim, [&](int64_t format, const Grid& grid, const Tile& tile, int offset) {
+      each_tile(part, index, from, n, columns, [&](int64_t format, const Grid& grid, const Tile& tile, int offset) {
         each_piece([&](int m, int queries) {
           specialised(format, grid.lanes, queries, [&](auto F, auto L, auto M) {
             score_rows<F, L, M>(grid, tile, *pairs, &q[m * STRIDE], to + m * STRIDE + at + offset);
@@ -253,16 +259,27 @@ struct Worker {
   // The slots of one split; see Plan::task_floats for what is left in `task`.
   void run(int64_t head, int64_t split, float scaling, float softcap, float* task, float* chunk_maxima) {
     b = head / call.kv_heads, h = head % call.kv_heads;
-    read_query(call.query, call.query_batch, call.query_head, call.query_token, scaling, query);
-    if (call.n_sink) read_query(call.sink_query, call.sink_batch, call.sink_head, call.sink_token, scaling, sink_query);
+    const auto read_own = [&](const Rows& to, int first, int columns) {
+      read_query(call.query, call.query_batch, call.query_head, call.query_token, scaling, to, first, columns);
+    };
+    read_own(query, 0, key_dim);
+    if (call.last_parts) read_own(last_query, key_dim, int(call.last_dim));
+    if (call.n_sink)
+      read_query(call.sink_query, call.sink_batch, call.sink_head, call.sink_token, scaling, sink_query, 0, key_dim);
     float *maxima = task, *sums = task + rows, *output = sums + rows;
     std::fill(maxima, sums, LOWEST);
     std::fill(sums, task + plan.task_floats(), 0.0f);
     for (int64_t i = plan.chunks * split / plan.splits; i < plan.chunks * (split + 1) / plan.splits; i++) {
       const int64_t first = i * plan.chunk, last = std::min(call.slots, first + plan.chunk);
-      score(query, first, last, scores.get());
+      score(query, 0, call.key_parts, key_dim, first, last, scores.get());
+      if (call.last_parts) {
+        const int64_t begin = call.key_parts + call.value_parts;
+        score(last_query, begin, call.last_parts, int(call.last_dim), first, last, last_scores.get());
+        for (int m = 0; m < rows; m++)
+          for (int64_t t = 0; t < last - first; t++) scores[m * STRIDE + t] += last_scores[m * STRIDE + t];
+      }
       if (const int64_t sinks = std::min(last, call.n_sink) - first; sinks > 0) {
-        score(sink_query, first, first + sinks, sink_scores.get());
+        score(sink_query, 0, call.key_parts, key_dim, first, first + sinks, sink_scores.get());
         for (int m = 0; m < rows; m++) memcpy(&scores[m * STRIDE], &sink_scores[m * STRIDE], 4 * sinks);
       }
       for (int m = 0; m < rows; m++) {

@@ -80,7 +80,34 @@ class Packed:
                       self.bits, self.group_size, self.axis)  # fmt: skip
 
 
-Part = Dense | Packed
+@dataclass(frozen=True)
+class Split:
+    """Rows whose last channels lie apart from the first: MLA's latent, and its rotated key in a format of its own.
+
+    [B, Hkv, n, D1 + D2] once read, from two parts of the same n rows.
+    """
+
+    first_channels: Dense | Packed
+    last_channels: Dense
+
+    @property
+    def length(self) -> int:
+        return self.first_channels.length
+
+    @property
+    def kv_heads(self) -> int:
+        return self.first_channels.kv_heads
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The rows as `dtype`: [B, Hkv, n, D1 + D2]."""
+        return torch.cat([self.first_channels.read(dtype), self.last_channels.read(dtype)], dim=-1)
+
+    def first(self, n: int) -> "Split":
+        """The part's first n rows."""
+        return Split(self.first_channels.first(n), self.last_channels.first(n))
+
+
+Part = Dense | Packed | Split
 
 
 def total_length(parts: Sequence[Part]) -> int:

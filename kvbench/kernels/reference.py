@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Part
+from kvbench.kernels.parts import Part, Split
 from kvbench.kernels.prefill import Scoring, softmax_with_sinks
 
 NAME = "reference"
@@ -36,7 +36,7 @@ def attend(
     dtype = torch.promote_types(query.dtype, torch.float32)
     kv_heads = keys[0].kv_heads
     folded = _fold(query.to(dtype), kv_heads)
-    scores = torch.cat([folded @ part.read(dtype).transpose(-1, -2) for part in keys], dim=-1)
+    scores = torch.cat([_products(folded, part) for part in keys], dim=-1)
     if sink_query is not None and n_sink:
         scores[..., :n_sink] = _fold(sink_query.to(dtype), kv_heads) @ _first_rows(keys, n_sink, dtype).mT
     scores *= scoring.scaling
@@ -61,6 +61,15 @@ def _fold(query: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, q, D] -> [B, Hkv, Hq/Hkv * q, D]: the heads that share keys become rows of one product."""
     folded: Tensor = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return folded
+
+
+def _products(folded: Tensor, part: Part) -> Tensor:
+    """[B, Hkv, n, D] times a part's rows: [B, Hkv, n, S]. The two sides of a `Split` are scored by themselves."""
+    if isinstance(part, Split):
+        last = part.last_channels
+        cut = folded.shape[-1] - last.rows.shape[-1]
+        return _products(folded[..., :cut], part.first_channels) + _products(folded[..., cut:], last)
+    return folded @ part.read(folded.dtype).mT
 
 
 def _first_rows(keys: Sequence[Part], n: int, dtype: torch.dtype) -> Tensor:

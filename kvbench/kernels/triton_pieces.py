@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Dense, Packed, Part, total_length
+from kvbench.kernels.parts import Dense, Packed, Part, Split, total_length
 from kvbench.kernels.prefill import Scoring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -82,6 +82,8 @@ def _ring_start(older: Tensor, newer: Tensor) -> int | None:
 
 def head_dim(part: Part) -> int:
     """Channels of a head: D or Dv."""
+    if isinstance(part, Split):
+        return head_dim(part.first_channels) + head_dim(part.last_channels)
     if isinstance(part, Dense):
         return part.rows.shape[3]
     return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)
@@ -89,6 +91,8 @@ def head_dim(part: Part) -> int:
 
 def refused(part: Part) -> str | None:
     """Why the kernels cannot read a part; None where they can."""
+    if isinstance(part, Split):
+        return "rows whose channels lie in two places"
     if isinstance(part, Dense):
         if part.rows.dtype not in FLOATS:
             return f"rows of {part.rows.dtype}"

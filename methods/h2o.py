@@ -51,8 +51,6 @@ class H2O(KeepRule):
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         return scores + combine_heads(probabilities, self.combine).sum(-2)
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        if scores is None:
-            raise TypeError("H2O decides by scores")
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         recent = budget // 2 if self.recent is None else self.recent
         return torch.where(position > newest - recent, KEEP, scores)

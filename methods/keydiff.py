@@ -1,13 +1,14 @@
 """KeyDiff: keys that point away from the others stay."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule
+from kvbench.cache.rule import KEEP, Decode, KeepRule
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,13 @@ class KeyDiff(KeepRule):
     The anchor is the mean direction of the prompt's keys, so decode appends: the cache grows past the budget.
     """
 
-    @property
-    def holds_budget(self) -> bool:
-        return False
+    decode: Decode = "append"
+
+    decodes: ClassVar[tuple[Decode, ...]] = ("append",)
 
     def initial_scores(self, record: LayerRecord) -> Tensor:
         key = record.key.to(torch.float32)
         return -cosine_similarity(key, normalize(key, dim=-1).mean(2, keepdim=True), dim=-1)
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        if scores is None:
-            raise TypeError("KeyDiff decides by scores")
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         return torch.where(position == newest, KEEP, scores)

@@ -1,12 +1,13 @@
 """LagKV: each block of tokens judged by the block that follows it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule, is_whole
+from kvbench.cache.rule import KEEP, Decode, KeepRule, is_whole
 from kvbench.errors import UserError
 
 
@@ -22,6 +23,9 @@ class LagKV(KeepRule):
 
     n_sink: int = 4
     block: int = 128
+    decode: Decode = "append"
+
+    decodes: ClassVar[tuple[Decode, ...]] = ("append",)
 
     def __post_init__(self) -> None:
         if not is_whole(self.n_sink) or self.n_sink < 0:
@@ -29,10 +33,6 @@ class LagKV(KeepRule):
         if not is_whole(self.block) or self.block < 2:
             raise UserError(f"block={self.block} for LagKV; type 2 or more (the paper's is 128)")
         super().__post_init__()
-
-    @property
-    def holds_budget(self) -> bool:
-        return False
 
     @property
     def smallest_budget(self) -> int:
@@ -62,7 +62,5 @@ class LagKV(KeepRule):
         relative = torch.where(span > 0, (now - low) / span, 0.0)  # a channel that does not move says nothing
         return relative.std(-1).softmax(-1)
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        if scores is None:
-            raise TypeError("LagKV decides by scores")
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         return scores

@@ -9,18 +9,17 @@ from kvbench.methods.snapkv import SnapKV
 class Pyramid(SnapKV):
     """SnapKV whose budget falls linearly with depth (Cai et al., 2024, arXiv:2406.02069).
 
-    With B the budget, w the window, L layers: lo = (B - w) / beta, hi = 2 (B - w) - lo, at most T - w; layer l keeps
-    w + round(hi - l (hi - lo) / (L - 1)). The mean over layers is B while nothing is capped; one layer keeps B.
+    With B the budget, w the window, L layers: hi = 2 (B - w) - (B - w) / beta, at most T - w, and lo = 2 (B - w) - hi;
+    layer l keeps w + round(hi - l (hi - lo) / (L - 1)). The mean over layers is B; one layer keeps B.
     """
 
     beta: int = 20
 
     def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
         budget: int | None = self.tokens(prompt)
-        if budget is None or n_layers == 1:
+        if budget is None or n_layers == 1 or budget >= prompt:
             return budget
-        lowest = (budget - self.window) / self.beta
-        highest = 2 * (budget - self.window) - lowest
-        share = highest - layer * (highest - lowest) / (n_layers - 1)
-        picks: int = max(1, round(min(share, max(1, prompt - self.window))))
-        return picks + int(self.window)
+        window, picks = int(self.window), budget - int(self.window)
+        highest = min(2 * picks - picks / self.beta, prompt - window)
+        lowest = 2 * picks - highest
+        return window + max(1, round(highest - layer * (highest - lowest) / (n_layers - 1)))

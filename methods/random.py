@@ -32,7 +32,7 @@ class Random(KeepRule):
     def fixed_part(self) -> str:
         return "one recent token and one drawn"
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         head = torch.arange(position.shape[1], device=position.device).view(1, -1, 1)
         drawn = hashed(hashed(hashed(hashed(position.long()) ^ head) ^ layer) ^ self.seed)
         return torch.where(position > newest - budget // 2, KEEP, drawn.to(torch.float64))

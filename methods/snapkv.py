@@ -8,7 +8,7 @@ from torch.nn.functional import max_pool1d
 
 from kvbench.cache.observe import LastQueries, Observation
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, Decode, KeepRule, check_decode, is_whole
+from kvbench.cache.rule import KEEP, Decode, KeepRule, is_whole
 from kvbench.errors import UserError
 
 
@@ -28,7 +28,6 @@ class SnapKV(KeepRule):
     reads_attention = True
 
     def __post_init__(self) -> None:
-        check_decode(self.name, self.decode)
         if not is_whole(self.window) or self.window < 1:
             raise UserError(f"window={self.window} observing queries for {self.name}; type window=32, for example")
         if not is_whole(self.pool) or self.pool < 1 or self.pool % 2 == 0:
@@ -42,10 +41,6 @@ class SnapKV(KeepRule):
     @property
     def fixed_part(self) -> str:
         return f"the observation window of {self.window} and one pick"
-
-    @property
-    def holds_budget(self) -> bool:
-        return self.decode == "evict"
 
     def observations(self) -> tuple[Observation, ...]:
         return (LastQueries(self.window),)
@@ -61,7 +56,5 @@ class SnapKV(KeepRule):
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         return scores + probabilities.mean(2).sum(-2)
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        if scores is None:
-            raise TypeError(f"{self.name} decides by scores")
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         return torch.where(position > newest - self.window, KEEP, scores)

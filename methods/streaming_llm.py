@@ -42,5 +42,5 @@ class StreamingLLM(KeepRule):
     def sinks_in_place(self) -> int:
         return self.n_sink if self.variant == "in_cache" else 0
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         return torch.where(position < self.n_sink, KEEP, position.to(torch.float64))

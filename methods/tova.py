@@ -30,7 +30,5 @@ class Tova(KeepRule):
         newest = probabilities[..., -1, :].mean((1, 2), keepdim=True).squeeze(2)  # [B, 1, S]
         return newest.to(torch.float32).expand(scores.shape)
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        if scores is None:
-            raise TypeError("TOVA decides by scores")
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         return torch.where(position == newest, KEEP, scores)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -12,7 +14,15 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from kvbench.__main__ import sweep_words
-from kvbench.config import KNOBS, MethodConfig, check_measures, did_you_mean, entry_overrides, method_configs
+from kvbench.config import (
+    KNOBS,
+    OTHER_KNOBS,
+    MethodConfig,
+    check_measures,
+    did_you_mean,
+    entry_overrides,
+    method_configs,
+)
 from kvbench.errors import UserError
 from kvbench.messages import names
 from kvbench.results import COLUMNS, resume_key
@@ -113,7 +123,8 @@ def test_entries_that_are_none(entry: str) -> None:
 def test_knobs_that_are_read_are_columns_and_the_others_are_gone() -> None:
     method = one("method=h2o", "budget=16", "bits=4", "sinks=3", "residual=64", "group=16")
     assert method.columns == {"budget": 16, "window": None, "variant": "sum"}
-    assert method.others == {}
+    assert method.others == {"decode": "evict"}
+    assert one("method=snapkv", "budget=64", "decode=evict", "pool=5").others == {"decode": "evict", "pool": 5}
     assert one("method=streaming_llm", "budget=16").columns == {"budget": 16, "sinks": 4, "variant": "in_cache"}
     assert one("method=random", "budget=16", "seed=3").columns == {"budget": 16, "seed": 3}
     kivi = one("method=kivi4", "budget=16")
@@ -122,6 +133,18 @@ def test_knobs_that_are_read_are_columns_and_the_others_are_gone() -> None:
     assert (uneven["bits"], uneven["k_bits"], uneven["v_bits"]) == (None, 8, 2)
     assert one("method=h2o", "store=int4", "budget=16").columns.keys() >= {"budget", "bits", "group"}
     assert set(KNOBS) <= set(COLUMNS)
+
+
+def test_every_root_key_that_a_method_or_store_reads_is_a_knob_that_an_entry_may_set() -> None:
+    read = {
+        name
+        for group in ("method", "store")
+        for file in resources.files("kvbench.conf").joinpath(group).iterdir()
+        for name in re.findall(r"\$\{(\w+)\}", file.read_text())
+    }
+    assert read == {*KNOBS, *OTHER_KNOBS}
+    for knob in (*KNOBS, *OTHER_KNOBS):
+        assert entry_overrides(f"method=h2o {knob}=1") == ["method=h2o", f"{knob}=1"]
 
 
 def key(method: MethodConfig) -> str:

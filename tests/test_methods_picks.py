@@ -8,17 +8,20 @@ import torch
 from kvbench.cache.build import Method, _build_layer
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KeepRule
+from kvbench.cache.rule import KeepRule, keep_best, lowest
 from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring
+from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.knorm import KNorm
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.pyramid import Pyramid
+from kvbench.methods.random import Random
 from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
 
 B, HQ, HKV, D = 2, 4, 2, 16
@@ -220,11 +223,52 @@ def test_pyramid_spreads_the_budget_and_one_layer_keeps_it():
     assert counts == [32 + round(high - layer * (high - low) / 4) for layer in range(5)]
     assert abs(sum(counts) / 5 - 64) <= 0.5
     assert rule.layer_tokens(1000, 0, 1) == 64
-    capped = [rule.layer_tokens(60, layer, 5) for layer in range(5)]
-    assert max(capped) == 60
+    capped = [rule.layer_tokens(80, layer, 5) for layer in range(5)]
+    assert capped == [80, 72, 64, 56, 48]  # no layer can hold more than the prompt, and the mean is the budget still
+    assert [rule.layer_tokens(60, layer, 5) for layer in range(5)] == [64] * 5
     query, key, value = draw(100)
     layers = [layer_of(rule, query, key, value, index=i, layers=5) for i in range(5)]
     assert [layer.kept for layer in layers] == [rule.layer_tokens(100, i, 5) for i in range(5)]
+
+
+COARSE = [0.5, 0.25, 0.5, 0.75, 0.25, 0.25, 0.5, 0.75, 0.25, 0.5, 0.75, 0.25, 0.5, 0.25, 0.5, 0.5]
+"""Scores as bfloat16 gives them: few distinct values."""
+SCORED = {
+    "h2o": (H2O(budget=8), lambda p: p >= 12),
+    "tova": (Tova(budget=8), lambda p: p == 15),
+    "snapkv": (SnapKV(budget=8, window=3), lambda p: p >= 13),
+    "pyramid": (Pyramid(budget=8, window=3), lambda p: p >= 13),
+    "knorm": (KNorm(budget=8), lambda p: p == 15),
+    "keydiff": (KeyDiff(budget=8), lambda p: p == 15),
+    "lagkv": (LagKV(budget=8, n_sink=1, block=3), lambda p: False),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_tied_scores_give_up_the_older_token_whatever_slot_it_is_in(name):
+    rule, always = SCORED[name]
+    expected = best({p: math.inf if always(p) else score for p, score in enumerate(COARSE)}, 8)
+    scores, position = torch.tensor(COARSE).view(1, 1, -1), torch.arange(16).view(1, 1, -1)
+    assert keep_best(rule.priority(scores, position, 15, 8, 0), 8).flatten().tolist() == expected
+    slots = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    scores, position = scores[..., slots], position[..., slots]
+    victims = position[0, 0, lowest(rule.priority(scores, position, 15, 8, 0), position, 8).flatten()]
+    assert sorted(victims.tolist()) == sorted(set(range(16)) - set(expected))
+
+
+@pytest.mark.parametrize("rule", [H2O, StreamingLLM, Random, Tova, KNorm])
+def test_rules_that_hold_the_budget_cut_only_the_prompt_when_told_to_append(rule):
+    query, key, value = draw(60)
+    cut = layer_of(rule(budget=20), query[:, :, :40], key[:, :, :40], value[:, :, :40])
+    store = Kivi(group_size=16, residual_length=16)  # append-only, and enough now
+    method = Method("m", rule(budget=20, decode="append"), store)
+    method.check_combination()
+    layer = layer_of(method.rule, query[:, :, :40], key[:, :, :40], value[:, :, :40], store)
+    assert layer.scores is None  # nothing will be decided any more
+    feed(layer, query, key, value, 40, 60)
+    assert layer.kept_positions().tolist() == [
+        [[*kept, *range(40, 60)] for kept in row] for row in cut.kept_positions().tolist()
+    ]
 
 
 def test_ties_give_up_the_older_token():
@@ -255,6 +299,7 @@ def test_picks_then_appends_on_every_store(store):
         (lambda: SnapKV(budget=64, pool=4), "odd"),
         (lambda: SnapKV(budget=64, decode="keep"), "decode=append"),
         (lambda: KNorm(budget=64, decode="x"), "decode=evict"),
+        (lambda: KeyDiff(budget=64, decode="evict"), "type decode=append"),
         (lambda: LagKV(budget=100), "budget=260"),
         (lambda: LagKV(budget=500, block=1), "128"),
         (lambda: Tova(), "budget=256"),

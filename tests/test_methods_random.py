@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.cache.rule import keep_best
+from kvbench.cache.rule import NO_SCORES, keep_best
 from kvbench.errors import UserError
 from kvbench.methods.random import Random
 
 
 def kept_of(prompt: int, budget: int, seed: int = 0, heads: int = 1, layer: int = 0, batch: int = 1) -> torch.Tensor:
     position = torch.arange(prompt).expand(batch, heads, prompt)
-    worth = Random(budget=budget, seed=seed).priority(None, position, prompt - 1, budget, layer)
+    worth = Random(budget=budget, seed=seed).priority(NO_SCORES, position, prompt - 1, budget, layer)
     return keep_best(worth, budget)
 
 
@@ -49,8 +49,8 @@ def test_a_token_keeps_its_worth() -> None:
     """Dropped at the end of the prompt or step by step: what is left of the older half is the same."""
     position = torch.arange(90).view(1, 1, -1)
     rule = Random(budget=30)
-    early = rule.priority(None, position, 89, 30, 0)
-    late = rule.priority(None, position[..., 20:50], 120, 30, 0)
+    early = rule.priority(NO_SCORES, position, 89, 30, 0)
+    late = rule.priority(NO_SCORES, position[..., 20:50], 120, 30, 0)
     assert torch.equal(early[..., 20:50], late)
 
 

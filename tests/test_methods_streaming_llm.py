@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.cache.rule import EMPTY, keep_best, lowest
+from kvbench.cache.rule import EMPTY, NO_SCORES, keep_best, lowest
 from kvbench.errors import UserError
 from kvbench.methods.streaming_llm import StreamingLLM
 
@@ -15,7 +15,7 @@ from kvbench.methods.streaming_llm import StreamingLLM
 def test_sinks_and_window_of_a_prompt(n_sink: int, budget: int) -> None:
     position = torch.arange(30).expand(2, 3, 30)
     rule = StreamingLLM(budget=budget, n_sink=n_sink)
-    kept = keep_best(rule.priority(None, position, 29, budget, 0), budget)
+    kept = keep_best(rule.priority(NO_SCORES, position, 29, budget, 0), budget)
     want = [*range(n_sink), *range(30 - (budget - n_sink), 30)]
     assert kept.tolist() == [[want] * 3] * 2
 
@@ -27,7 +27,7 @@ def test_sinks_survive_in_any_slot_order() -> None:
     position[(position == 5) | (position == 8)] = EMPTY
     position = position.view(1, 1, -1)
     rule = StreamingLLM(budget=8)
-    victims = lowest(rule.priority(None, position, 11, 8, 0), position, 3)
+    victims = lowest(rule.priority(NO_SCORES, position, 11, 8, 0), position, 3)
     assert position[0, 0, victims[0, 0]].tolist() == [4, 6, 7]
 
 

@@ -18,7 +18,7 @@ from kvbench.cache.layer import SlotLayer
 from kvbench.cache.observe import Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import RotateBack, rotate_back
-from kvbench.cache.rule import EMPTY, KeepRule, SlidingWindow, keep_best
+from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, choose
@@ -204,7 +204,8 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
         position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
     else:
         position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
-    held_scores = None if scores is None else torch.zeros(lead, device=shape.device)
+    # A cache that only appends from here on decides nothing any more.
+    held_scores = None if scores is None or held is None else torch.zeros(lead, device=shape.device)
     rotation = rotations[record.index] if window is None else None
     layer = SlotLayer(record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation,
                       kernel)  # fmt: skip
@@ -221,7 +222,8 @@ def _select(rule: KeepRule, scores: Tensor | None, record: LayerRecord, budget: 
     position = torch.arange(prompt, device=record.key.device).expand(batch, heads, prompt)
     if budget is None or budget >= prompt:
         return position
-    return keep_best(rule.priority(scores, position, prompt - 1, budget, record.index), budget)
+    known = NO_SCORES if scores is None else scores
+    return keep_best(rule.priority(known, position, prompt - 1, budget, record.index), budget)
 
 
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.rotary import RotateBack
-from kvbench.cache.rule import EMPTY, KeepRule, lowest
+from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, lowest
 from kvbench.cache.store import Buffer, Slots
 from kvbench.kernels import Kernel
 from kvbench.kernels.prefill import Scoring
@@ -143,7 +143,7 @@ class SlotLayer(CacheLayerMixin):
             return
         count = self.kept - self.budget
         position = self.position[..., : self.slots.length]
-        scores = None if self.scores is None else self.scores[..., : self.slots.length]
+        scores = NO_SCORES if self.scores is None else self.scores[..., : self.slots.length]
         worth = self.rule.priority(scores, position, self.seen - 1, self.budget, self.index)
         victims = lowest(worth, position, count)
         self.position.scatter_(-1, victims, EMPTY)

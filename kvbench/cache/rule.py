@@ -22,6 +22,9 @@ KEEP = math.inf
 
 Budget = int | float | None
 
+NO_SCORES = torch.empty(0)
+"""What `priority` is given for scores where a rule keeps none."""
+
 Decode = Literal["append", "evict"]
 """Whether decode lets the cache grow behind a prompt that was cut, or holds the budget."""
 
@@ -31,19 +34,26 @@ class KeepRule:
     """Keeps everything, and is what the other rules refine.
 
     `budget`: tokens kept between steps per KV head; an integer >= 1, or a share of the prompt strictly between 0 and
-    1, rounded up; None keeps all. A rule overrides `priority`, and where its decision rests on attention also
-    `observations`, `initial_scores` and `updated_scores`.
+    1, rounded up; None keeps all. `decode`: "evict" holds the budget after every step; "append" cuts the prompt only,
+    and the cache grows behind it. A rule overrides `priority`, and where its decision rests on scores also
+    `initial_scores`, with `observations`, `fresh_scores` and `updated_scores` as it needs them.
     """
 
     budget: Budget = None
+    decode: Decode = "evict"
 
     needs_ids: ClassVar[bool] = False
     """Keeps no keys at all and runs the whole prefix every step."""
     needs_budget: ClassVar[bool] = True
+    decodes: ClassVar[tuple[Decode, ...]] = ("evict", "append")
+    """What `decode` may be: a rule whose scores only a whole prompt can give has nothing to evict by later."""
     reads_attention: ClassVar[bool] = False
     """Whether `updated_scores` wants each step's probabilities."""
 
     def __post_init__(self) -> None:
+        if self.decode not in self.decodes:
+            choices = " or ".join(f"decode={choice}" for choice in self.decodes)
+            raise UserError(f"decode={self.decode} for {self.name}; type {choices} (append: the cache grows)")
         if self.budget is None:
             if self.needs_budget:
                 raise UserError(
@@ -76,7 +86,7 @@ class KeepRule:
     @property
     def holds_budget(self) -> bool:
         """Whether the budget is held during decode by evicting; else it cuts the prompt, and decode appends."""
-        return True
+        return self.decode == "evict"
 
     @property
     def sinks_in_place(self) -> int:
@@ -121,12 +131,13 @@ class KeepRule:
         """Scores after a step: float32 [B, Hkv, S] from probabilities [B, Hkv, Hq / Hkv, q, S]."""
         return scores
 
-    def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         """How much each slot's token is worth keeping: float32 or float64 [B, Hkv, S]; `KEEP` is never evicted.
 
         Args:
-            scores: float32 [B, Hkv, S] or None. position: [B, Hkv, S], the token in each slot; EMPTY slots are
-                excluded by the engine. newest: position of the newest token. budget: in tokens. layer: index.
+            scores: float32 [B, Hkv, S], or `NO_SCORES` where the rule has no `initial_scores`. position: [B, Hkv, S],
+                the token in each slot; EMPTY slots are excluded by the engine. newest: position of the newest token.
+                budget: in tokens. layer: index.
         """
         return position.to(torch.float64)
 
@@ -149,12 +160,6 @@ def check_budget(budget: object) -> None:
         f"budget={budget} is not a budget; type a whole number of tokens (budget=256) "
         f"or a share of the prompt strictly between 0 and 1 (budget=0.25)"
     )
-
-
-def check_decode(who: str, decode: object) -> None:
-    """Raise UserError unless `decode` is append or evict."""
-    if decode not in ("append", "evict"):
-        raise UserError(f"decode={decode} for {who}; type decode=append (the cache grows) or decode=evict")
 
 
 def keep_best(priority: Tensor, count: int) -> Tensor:

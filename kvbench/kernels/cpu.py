@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.parts import Dense, Packed, Part, Split
+from kvbench.kernels.parts import Dense, Packed, Paged, Part, Split
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import BITS
 
@@ -69,12 +69,15 @@ class CpuKernel:
         sinks = None if sink_query is None or not n_sink else float_rows(sink_query)
         mask = None if visible is None else byte_rows(visible.expand(batch, kv_heads, tokens, slots))
         logits = None if scoring.sink_logits is None else scoring.sink_logits.to(torch.float32).contiguous()
+        lengths = keys[0].lengths if isinstance(keys[0], Paged) else None
+        lengths = None if lengths is None else lengths.contiguous()
         output = torch.empty(batch, heads, tokens, value_dim)
         probabilities = torch.empty(batch, kv_heads, group, tokens, slots) if want_probabilities else None
         call = array("q", (
             batch, kv_heads, group, tokens, channels - last_dim, value_dim, slots, torch.get_num_threads(),
             len(keys), len(values), last_dim, len(apart),
             *where(queries), *where(sinks), n_sink if sinks is not None else 0, pointer(logits), *where(mask),
+            pointer(lengths),
             output.data_ptr(), pointer(probabilities), *parts,
         ))  # fmt: skip
         self._attend(call.buffer_info()[0], scoring.scaling, scoring.softcap or 0.0)
@@ -103,7 +106,7 @@ def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> l
             return None
         for part in side:
             packed = pack(part, (batch, kv_heads), columns)
-            if packed is None:
+            if packed is None or (isinstance(part, Paged) and len(side) > 1):
                 return None
             numbers += packed
     slots = sum(part.length for part in keys)
@@ -112,9 +115,30 @@ def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> l
 
 def pack(part: Part, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
     """`struct Part` of a part; None where the kernel does not take it."""
+    if isinstance(part, Paged):
+        return pack_paged(part, lead, columns)
+    packed = None
     if isinstance(part, Dense):
-        return pack_dense(part, lead, columns)
-    return pack_codes(part, lead, columns) if isinstance(part, Packed) else None
+        packed = pack_dense(part, lead, columns)
+    elif isinstance(part, Packed):
+        packed = pack_codes(part, lead, columns)
+    return None if packed is None else (*packed, *NOTHING)
+
+
+def pack_paged(part: Paged, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
+    """`struct Part` of blocks: the pool's rows and where a row and head has its blocks."""
+    pool, table = part.pool, part.table
+    shared = pool.kv_heads == 1  # any head may hold any block
+    packed = pack(pool, (1, pool.kv_heads), columns)
+    if packed is None or packed[1] or pool.kv_heads not in (1, lead[1]) or table.shape[1] not in (1, lead[1]):
+        return None
+    if table.dtype != torch.int32 or table.shape[0] != lead[0] or table.stride(2) != 1:
+        return None
+    form, axis, group, _, data, _, head, row, scale, minimum, _, pair_head, *_ = packed
+    table_head = 0 if table.shape[1] == 1 else table.stride(1)
+    return (form, axis, group, part.length, data, 0, 0 if shared else head, row,
+            scale, minimum, 0, 0 if shared else pair_head,
+            table.data_ptr(), table.stride(0), table_head, part.block_size)  # fmt: skip
 
 
 def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
@@ -148,6 +172,8 @@ def width(part: Part) -> int:
     """The head size of a part."""
     if isinstance(part, Split):
         return width(part.first_channels) + width(part.last_channels)
+    if isinstance(part, Paged):
+        return width(part.pool)
     if isinstance(part, Dense):
         return part.rows.shape[3]
     return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)

@@ -22,6 +22,8 @@ struct Part {  // strides in bytes
   int64_t format, token_axis, group, slots;
   int64_t data, batch_stride, head_stride, row_stride;  // a row is a slot, or with token_axis a block of `group` slots
   int64_t scale, minimum, pair_batch_stride, pair_head_stride;  // float16, without gaps within a head
+  // int32, strides in entries: which `block` rows hold slots i * block and following; block is 0 where none is needed.
+  int64_t table, table_batch_stride, table_head_stride, block;
 
   int lane_bytes() const { return int(group * format / 8); }  // of a group's codes
 };
@@ -33,10 +35,14 @@ struct Call {  // strides in elements; an absent tensor is 0
   int64_t sink_query, sink_batch, sink_head, sink_token, n_sink;  // likewise, for the first n_sink slots
   int64_t sink_logits;                                            // float32 [kv_heads * heads]
   int64_t mask, mask_batch, mask_head, mask_token;                // bytes [batch, kv_heads, tokens, slots]
+  int64_t lengths;                // int64 [batch, kv_heads], the slots of each; absent: all have all
   int64_t output, probabilities;  // float32 [batch, kv_heads, heads, tokens, value_dim] and [.., slots]
   Part parts[1];                  // of the keys, of the values, then of the keys' last channels
 
   int rows() const { return int(heads * tokens); }
+  int64_t slots_of(int64_t head) const {
+    return lengths ? std::min(slots, reinterpret_cast<const int64_t*>(lengths)[head]) : slots;
+  }
 };
 
 inline const uint8_t* address(int64_t pointer, int64_t bytes) {
@@ -65,7 +71,9 @@ struct Plan {
       if (part.token_axis && group <= MOST_CHUNK && chunk % group) chunk = MOST_CHUNK / group * group;
     }
     chunks = (c.slots + chunk - 1) / chunk;
-    threads = std::min(c.threads, 1 + heads * c.slots / SLOTS_PER_THREAD);
+    int64_t in_all = 0;
+    for (int64_t head = 0; head < heads; head++) in_all += c.slots_of(head);
+    threads = std::min(c.threads, 1 + in_all / SLOTS_PER_THREAD);
     splits = threads == 1 ? 1 : std::min(chunks, (4 * threads + heads - 1) / heads);
   }
   int64_t task_floats() const { return call.rows() * (2 + call.value_dim); }  // maxima, sums, unnormalised output
@@ -139,24 +147,42 @@ struct Worker {
     }
   }
 
+  // The row that holds a slot of a part.
+  int64_t row_of(const Part& part, int64_t slot) const {
+    if (!part.block) return slot;
+    const int64_t entry = b * part.table_batch_stride + h * part.table_head_stride + slot / part.block;
+    return reinterpret_cast<const int32_t*>(part.table)[entry] * part.block + slot % part.block;
+  }
+
+  // How many of n slots lie in rows that follow one another, from `slot`, which is in `row`, on.
+  int run_of(const Part& part, int64_t slot, int64_t row, int n) const {
+    if (!part.block) return n;
+    int64_t run = part.block - slot % part.block;
+    while (run < n && row_of(part, slot + run) == row + run) run += part.block;
+    return int(std::min<int64_t>(run, n));
+  }
+
   // body(format, grid, tile, at) for n slots of a part, row by row in tiles; `at` counts from the first.
   template <class Body> void each_tile(const Part& part, int index, int64_t from, int n, int columns, Body body) {
     const int64_t head = b * part.batch_stride + h * part.head_stride;
     const int64_t pair_head = b * part.pair_batch_stride + h * part.pair_head_stride;
     const int most = std::max(8, std::min(MOST_TILE, int(TILE_BYTES / part.row_stride)));
-    for (int at = 0; at < n; at += most) {
-      const uint8_t* rows = address(part.data, head + (from + at) * part.row_stride);
-      Tile tile{rows, part.row_stride, std::min(most, n - at), 0, 2 * most * part.row_stride};
+    for (int at = 0, count; at < n; at += count) {
+      const int64_t row = row_of(part, from + at), later = std::min(from + at + 2 * most, part.slots - 1);
+      count = run_of(part, from + at, row, std::min(most, n - at));
+      const uint8_t* rows = address(part.data, head + row * part.row_stride);
+      const int64_t ahead = part.block ? row_of(part, later) - row : 2 * most;
+      Tile tile{rows, part.row_stride, count, 0, ahead * part.row_stride};
       if (part.token_axis || !plan.packed[index].lanes) {
         if (!unpacked) unpacked.reset(new float[MOST_TILE * MOST_COLUMNS]);
-        unpack_rows(part, b, h, from + at, tile.count, columns, unpacked.get());
+        unpack_rows(part, b, h, row, tile.count, columns, unpacked.get());
         tile.rows = reinterpret_cast<const uint8_t*>(unpacked.get()), tile.stride = 4 * columns, tile.ahead = 0;
         body(int64_t(FLOAT32), plan.unpacked[index], tile, at);
         continue;
       }
       if (part.format <= 8) {
         tile.groups = columns / int(part.group);
-        const int64_t first = pair_head + 2 * (from + at) * tile.groups;
+        const int64_t first = pair_head + 2 * row * tile.groups;
         read_halves(address(part.scale, first), tile.count * tile.groups, pairs->scale);
         read_halves(address(part.minimum, first), tile.count * tile.groups, pairs->minimum);
       }
@@ -270,7 +296,13 @@ struct Worker {
     std::fill(maxima, sums, LOWEST);
     std::fill(sums, task + plan.task_floats(), 0.0f);
     for (int64_t i = plan.chunks * split / plan.splits; i < plan.chunks * (split + 1) / plan.splits; i++) {
-      const int64_t first = i * plan.chunk, last = std::min(call.slots, first + plan.chunk);
+      const int64_t first = i * plan.chunk, end = std::min(call.slots, first + plan.chunk);
+      const int64_t last = std::clamp(call.slots_of(head), first, end);
+      for (int m = 0; m < rows && call.probabilities; m++) {
+        std::fill(probability_row(head, m) + last, probability_row(head, m) + end, 0.0f);
+        chunk_maxima[(head * rows + m) * plan.chunks + i] = LOWEST;
+      }
+      if (first == last) continue;
       score(query, 0, call.key_parts, key_dim, first, last, scores.get());
       if (call.last_parts) {
         const int64_t begin = call.key_parts + call.value_parts;

@@ -39,6 +39,10 @@ class Dense:
         """The part's first n rows."""
         return Dense(self.rows[..., :n, :])
 
+    def at(self, index: Tensor) -> "Dense":
+        """The rows index [B, Hkv, n], copied; a part with one row or one head serves all of them."""
+        return Dense(take(self.rows, index))
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -79,6 +83,13 @@ class Packed:
         return Packed(self.codes[:, :, :n], self.scale[:, :, :n], self.minimum[:, :, :n],
                       self.bits, self.group_size, self.axis)  # fmt: skip
 
+    def at(self, index: Tensor) -> "Packed":
+        """The rows index [B, Hkv, n], copied; axis "channel" only."""
+        if self.axis == "token":
+            raise TypeError("groups of tokens have no single rows")
+        codes, scale, minimum = (take(tensor, index) for tensor in (self.codes, self.scale, self.minimum))
+        return Packed(codes, scale, minimum, self.bits, self.group_size, self.axis)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -107,7 +118,59 @@ class Split:
         return Split(self.first_channels.first(n), self.last_channels.first(n))
 
 
-Part = Dense | Packed | Split
+@dataclass(frozen=True)
+class Paged:
+    """Blocks of a pool, of which each batch row and KV head holds as many as it needs; a store's only part.
+
+    pool: the rows of all blocks, one block after another, with the leading sizes [1, 1] where any head may hold any
+    block, [1, Hkv] where a block is the same for all heads. table: int32 [B, 1 or Hkv, n], the block of slots
+    i * block_size and following; past a head's slots it may hold anything that is a block. lengths: int64 [B, Hkv],
+    the slots of each, None where all have `length`. length: the largest of them, known without asking the device.
+    """
+
+    pool: Dense | Packed
+    table: Tensor
+    lengths: Tensor | None
+    length: int
+    block_size: int
+
+    @property
+    def kv_heads(self) -> int:
+        return max(self.pool.kv_heads, self.table.shape[1])
+
+    def index(self) -> Tensor:
+        """Where slots 0 .. length - 1 lie in the pool: int64 [B, 1 or Hkv, length]."""
+        return block_rows(self.table, self.block_size)[..., : self.length]
+
+    def missing(self) -> Tensor | None:
+        """bool [B, Hkv, length]: slots that a head does not have; None where all have all."""
+        if self.lengths is None:
+            return None
+        return torch.arange(self.length, device=self.table.device) >= self.lengths.unsqueeze(-1)
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The rows, gathered: [B, Hkv, length, D]; those that a head does not have hold anything finite."""
+        return self.pool.at(self.index()).read(dtype)
+
+    def first(self, n: int) -> "Paged":
+        """The part's first n rows."""
+        return Paged(self.pool, self.table, self.lengths, n, self.block_size)
+
+
+def block_rows(table: Tensor, block_size: int) -> Tensor:
+    """The rows of blocks [..., n] in order: int64 [..., n * block_size]."""
+    first = table.long().unsqueeze(-1) * block_size
+    return (first + torch.arange(block_size, device=table.device)).flatten(-2)
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [1 or B, 1 or H, N, ...] at index [B, 1 or H, n]: [B, H, n, ...]."""
+    lead = index.shape[0], max(rows.shape[1], index.shape[1])
+    wanted = index.expand(*lead, -1).reshape(*lead, -1, *([1] * (rows.ndim - 3)))
+    return rows.expand(*lead, *rows.shape[2:]).gather(2, wanted.expand(-1, -1, -1, *rows.shape[3:]))
+
+
+Part = Dense | Packed | Split | Paged
 
 
 def total_length(parts: Sequence[Part]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Part, Split
+from kvbench.kernels.parts import Paged, Part, Split
 from kvbench.kernels.prefill import Scoring, softmax_with_sinks
 
 NAME = "reference"
@@ -26,7 +26,8 @@ def attend(
         query: [B, Hq, q, D]; query heads of one KV head are neighbours.
         keys, values: parts covering the same S slots, [B, Hkv, S, D] and [B, Hkv, S, Dv] once read.
         scoring: scaling, softcap and learned sinks; its window is the caller's business, through `visible`.
-        visible: bool, broadcastable to [B, Hkv, q, S]; None where every slot is seen by every query.
+        visible: bool, broadcastable to [B, Hkv, q, S]; None where every slot is seen by every query. Slots that a
+            head does not have (`Paged`) are seen by none.
         sink_query: [B, Hq, q, D]; the query to use for the first `n_sink` slots instead (StreamingLLM's positions).
 
     Returns:
@@ -45,6 +46,8 @@ def attend(
     scores = scores.unflatten(2, (-1, query.shape[2]))  # [B, Hkv, Hq/Hkv, q, S]
     if visible is not None:
         scores = scores.masked_fill(~visible.unsqueeze(2), -torch.inf)
+    if isinstance(keys[0], Paged) and (missing := keys[0].missing()) is not None:
+        scores = scores.masked_fill(missing[:, :, None, None], -torch.inf)
     probabilities = softmax_with_sinks(scores, scoring.sink_logits)
     flat, start = probabilities.flatten(2, 3), 0
     output: Tensor | None = None

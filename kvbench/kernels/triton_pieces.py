@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Dense, Packed, Part, Split, total_length
+from kvbench.kernels.parts import Dense, Packed, Paged, Part, Split, total_length
 from kvbench.kernels.prefill import Scoring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -84,6 +84,8 @@ def head_dim(part: Part) -> int:
     """Channels of a head: D or Dv."""
     if isinstance(part, Split):
         return head_dim(part.first_channels) + head_dim(part.last_channels)
+    if isinstance(part, Paged):
+        return head_dim(part.pool)
     if isinstance(part, Dense):
         return part.rows.shape[3]
     return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)
@@ -93,6 +95,8 @@ def refused(part: Part) -> str | None:
     """Why the kernels cannot read a part; None where they can."""
     if isinstance(part, Split):
         return "rows whose channels lie in two places"
+    if isinstance(part, Paged):
+        return "blocks of a pool"
     if isinstance(part, Dense):
         if part.rows.dtype not in FLOATS:
             return f"rows of {part.rows.dtype}"

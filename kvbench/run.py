@@ -58,7 +58,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     progress = Progress()
     measures = check_measures(config.measure)
     settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
-    _check_switches(config)
+    check_switches(config)
     check_writable(job.folder)
     entries = [(method, instantiate(method)) for method in methods]
     spec, text = model_spec(node_of(config, "model")), load_text(node_of(config, "data"))
@@ -214,7 +214,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else provenance.cpu_name()
 
 
-def _check_switches(config: DictConfig) -> None:
+def check_switches(config: DictConfig) -> None:
     """Set the thread count. Raises UserError for a switch that is none, and for a budget that is none, read or not."""
     if config.budget is not None:
         check_budget(config.budget)

@@ -1,0 +1,169 @@
+"""`python -m kvbench.check`: do the identities hold here? Run it before a new model, GPU or method is trusted."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.__main__ import check_override, names, one_line
+from kvbench.config import entry_overrides, method_config
+from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
+from kvbench.sweep.plan import node_of
+
+if TYPE_CHECKING:
+    from kvbench.cache.build import Method
+    from kvbench.check.identities import Subject, Trial, Verdict
+
+BUDGETS, PROMPT, STEPS = (96, 288), 182, 12
+"""Budgets for methods that are given none (the first that the rule takes), tokens of prompt (more where a budget is
+larger), and steps after it: enough for a KIVI block of 32 keys to be quantised on the way."""
+
+USAGE = """python -m kvbench.check [KEY=VALUE ...]: identities that must hold on this machine, pass or fail
+
+  python -m kvbench.check                                   every method and store on the offline model, in minutes
+  python -m kvbench.check model=hub model.id=Qwen/Qwen3-0.6B
+  python -m kvbench.check method=h2o budget=64 store=int4   one method
+  python -m kvbench.check compare='[h2o,snapkv+int8]' budget=64 kernel=triton
+
+Settings are those of python -m kvbench. Exit code 0: all hold; 3: some do not; 2: unusable input."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, one line an identity as it is found; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word in ("-h", "--help", "help") for word in words):
+        print(USAGE)
+        return 0
+    try:
+        for word in words:
+            check_override(word)
+        with initialize_config_module("kvbench.conf", version_base="1.3"):
+            return check(words)
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        print(f"kvbench: {one_line(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def check(words: list[str]) -> int:
+    """Run every identity of the model and methods that the words name."""
+    config = compose("config", words)
+    from kvbench.run import check_switches
+
+    check_switches(config)
+    subjects = [subject_of(entry) for entry in entries_of(config, words)]
+    started, failed, n, kernel = time.perf_counter(), 0, 0, ""
+    for i, (trial, tried) in enumerate(trials(config, subjects)):
+        for verdict in verdicts(trial, tried, with_model=i == 0):
+            print(line(verdict), flush=True)
+            failed, n, kernel = failed + (not verdict.passed), n + 1, trial.kernel_name
+    took = f"in {time.perf_counter() - started:.0f} s on kernel {kernel}"
+    print(f"all {n} hold, {took}" if not failed else f"{failed} of {n} DO NOT HOLD, {took}")
+    return EXIT_SOME_FAILED if failed else 0
+
+
+def verdicts(trial: Trial, subjects: list[Subject], with_model: bool = True) -> Iterator[Verdict]:
+    """The model's identities, then each method's."""
+    from kvbench.check.identities import method_identities, model_identities
+
+    full = subject_of(["method=full", "store=dense"]).make(None)
+    if with_model:
+        everything = (trial.prompts.shape[1] + trial.steps) // 32 * 32 + 32
+        unquantised = subject_of(["method=kivi", "group=32", f"residual={everything}"]).make(None)
+        yield from model_identities(trial, full, unquantised)
+    for subject in subjects:
+        yield from method_identities(trial, subject, full)
+
+
+def prompt_for(subject: Subject) -> int:
+    """Tokens of a prompt that the method has to cut."""
+    return max(PROMPT, 2 * (subject.make(None).rule.tokens(PROMPT) or 0))
+
+
+def entries_of(config: DictConfig, words: list[str]) -> Iterator[list[str]]:
+    """The overrides of each method to check: those that the words name, else every method, and full in every store."""
+    keys = [word.split("=")[0] for word in words]
+    common = [word for word in words if word.split("=")[0] not in ("compare", "method", "store")]
+    if config.compare is not None:
+        if "method" in keys or "store" in keys:
+            raise UserError("compare=... with method= or store= is ambiguous; put both into the list, as h2o+int4")
+        entries = [entry_overrides(str(entry)) for entry in config.compare]
+    elif "method" in keys or "store" in keys:
+        entries = [[word for word in words if word.split("=")[0] in ("method", "store")]]
+    else:
+        entries = [[f"method={name}"] for name in names("method")]
+        entries += [["method=full", f"store={name}"] for name in names("store") if not name.startswith("kivi")]
+    for entry in entries:
+        overrides = [*common, *entry]
+        yield [*overrides, *(default_budget(overrides) if wants_budget(overrides) else [])]
+
+
+def default_budget(overrides: list[str]) -> list[str]:
+    """The smaller of BUDGETS that the method takes."""
+    try:
+        subject_of(overrides).make(BUDGETS[0])
+    except (UserError, HydraException):
+        return [f"budget={BUDGETS[1]}"]
+    return [f"budget={BUDGETS[0]}"]
+
+
+def wants_budget(overrides: list[str]) -> bool:
+    """Whether the method reads a budget, and none is given."""
+    config = compose("config", overrides)
+    return config.budget is None and "${budget}" in str(OmegaConf.to_container(config.method, resolve=False))
+
+
+def subject_of(overrides: list[str]) -> Subject:
+    """The method of the overrides, which can be built again and again."""
+    from kvbench.check.identities import Subject
+    from kvbench.run import instantiate
+
+    def make(budget: int | None) -> Method:
+        changed = [] if budget is None else [f"budget={budget}"]
+        return instantiate(method_config(compose("config", [*overrides, *changed])))
+
+    return Subject(method_config(compose("config", overrides)).label, make)
+
+
+def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial, list[Subject]]]:
+    """Load the model; a trial for every length of prompt, with the methods to try there.
+
+    Raises UserError where the text or the model's positions do not suffice.
+    """
+    from kvbench.check.identities import Trial
+    from kvbench.data import load_text, tokenize
+    from kvbench.model import load_model, model_spec
+
+    loaded, text = load_model(model_spec(node_of(config, "model"))), load_text(node_of(config, "data"))
+    tokens = tokenize(text, loaded.tokenizer, loaded.vocab_size)
+    room = min(loaded.max_positions or len(tokens), len(tokens) // 2) - STEPS
+    lengths = sorted({prompt_for(subject) for subject in subjects})
+    if lengths[-1] > room:
+        raise UserError(
+            f"a check of these methods takes prompts of {lengths[-1]} tokens and {STEPS} more, and data={text.name} "
+            f"with {loaded.name} has room for {room}; type budget={max(1, room // 2)} or less, or another data="
+        )
+    for length in lengths:
+        tried = [subject for subject in subjects if prompt_for(subject) == length]
+        rows = tokens[: 2 * (length + STEPS)].view(2, length + STEPS).to(loaded.device)
+        rules = [subject.make(None).rule for subject in tried]
+        yield Trial(loaded.model, rows[:, :length], rows[:, length:], str(config.kernel), rules), tried
+
+
+def line(verdict: Verdict) -> str:
+    """`pass  h2o  a batch equals its rows alone  KL 2e-09 (at most 1e-03)`."""
+    word = "pass" if verdict.passed else "FAIL"
+    measured = ""
+    if verdict.distance is not None:
+        measured = f"{verdict.unit} {verdict.distance:.0e} (at most {verdict.limit:.0e})"
+    return f"{word}  {verdict.subject:<16} {verdict.identity:<44} {measured}{verdict.detail}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,9 +12,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.__main__ import check_override, names, one_line
+from kvbench.__main__ import check_override
 from kvbench.config import entry_overrides, method_config
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
+from kvbench.messages import names, one_line
 from kvbench.sweep.plan import node_of
 
 if TYPE_CHECKING:

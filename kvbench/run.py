@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench import provenance
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import Method
-from kvbench.cache.rotary import rotate_back
+from kvbench.cache.build import Method, check_model
 from kvbench.cache.rule import check_budget, is_whole
 from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
@@ -81,8 +80,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if loaded.remark:
         progress.say(f"note: {loaded.name}: {loaded.remark}")
     for _, method in entries:
-        if method.rule.sinks_in_place:
-            rotate_back(loaded.model, 0)
+        check_model(loaded.model, method.rule)
     bench = Bench(loaded, _entries(entries, loaded, text, config), tokens, progress,
                   config.kernel, config.save_tokens, config.seed)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):

@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
-from kvbench.cache.observe import Observation
+from kvbench.cache.observe import SOFTCAPPED, Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
-from kvbench.cache.rotary import RotateBack, rotate_back
+from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
@@ -127,7 +127,9 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
     Raises UserError for ids that are not such a batch, and for families that cannot be recorded.
     """
     check_ids(ids)
-    cache = record_cache(n_layers(model), (o for rule in rules for o in rule.observations()))
+    observations = [observation for rule in rules for observation in rule.observations()]
+    rotations = _rotations(model, any(observation.before_rotation for observation in observations), BEFORE)
+    cache = record_cache(observations, rotations)
     with kvbench_attention(model):
         started = clock(ids.device)
         logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
@@ -166,7 +168,7 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     method.check_combination()
     decode = choose(record.ids.device, record.layers[0].key.dtype, kernel)  # before the clock starts: it may compile
     started = clock(record.ids.device)
-    rotations = _rotations(model, method.rule)
+    rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
     layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode)
               for layer in record.layers]  # fmt: skip
@@ -175,10 +177,17 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     return cache
 
 
-def _rotations(model: PreTrainedModel, rule: KeepRule) -> list[RotateBack | None]:
-    if not rule.sinks_in_place:
-        return [None] * n_layers(model)
-    return [rotate_back(model, i) for i in range(n_layers(model))]
+def check_model(model: PreTrainedModel, rule: KeepRule) -> None:
+    """Raise UserError where a rule turns rotary embeddings back and the model's cannot be, or its scores are capped."""
+    before_rotation = any(observation.before_rotation for observation in rule.observations())
+    _rotations(model, rule.sinks_in_place > 0, IN_CACHE)
+    _rotations(model, before_rotation, BEFORE)
+    if before_rotation and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        raise UserError(SOFTCAPPED)
+
+
+def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[RotateBack | None]:
+    return [rotate_back(model, i, instead) if needed else None for i in range(n_layers(model))]
 
 
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],

@@ -1,18 +1,27 @@
 """What a prefill can be asked to record beside keys and values, by name."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.kernels.prefill import Combine, Scoring, column_sums, last_queries
+from kvbench.cache.rotary import RotateBack
+from kvbench.errors import UserError
+from kvbench.kernels.prefill import Combine, Scoring, column_sums, last_queries, query_moments
 
 
 @dataclass(frozen=True)
 class Observation:
     """A named quantity of a layer's prompt attention. Equal observations are computed once a prefill."""
 
-    def compute(self, query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
-        """From query [B, Hq, T, D] and key [B, Hkv, T, D], both as attention sees them."""
+    before_rotation: ClassVar[bool] = False
+    """Whether it is one of queries before their rotary embedding."""
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        """From query [B, Hq, T, D] and key [B, Hkv, T, D], both as attention sees them.
+
+        rotation: how to take the query's rotation off; given where `before_rotation`.
+        """
         raise TypeError(f"{type(self).__name__} computes nothing")
 
 
@@ -22,7 +31,7 @@ class ColumnSums(Observation):
 
     combine: Combine = "sum"
 
-    def compute(self, query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         return column_sums(query, key, scoring, self.combine)
 
 
@@ -32,5 +41,26 @@ class LastQueries(Observation):
 
     count: int = 32
 
-    def compute(self, query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         return last_queries(query, key, scoring, self.count)
+
+
+SOFTCAPPED = "soft-capped scores have no closed expectation over queries; choose another method than expected_attention"
+
+
+@dataclass(frozen=True)
+class QueryMoments(Observation):
+    """Mean and covariance of the un-rotated queries from position `first` on: float32 [B, Hq, 1 + D, D], mean first.
+
+    Raises UserError for soft-capped scores, which no normal distribution of queries makes log-normal.
+    """
+
+    first: int = 4
+    before_rotation: ClassVar[bool] = True
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        if rotation is None:
+            raise UserError("query_moments are taken before the rotary embedding; the layer gave no way to undo it")
+        if scoring.softcap is not None:
+            raise UserError(SOFTCAPPED)
+        return query_moments(query, self.first, rotation.to_start)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvbench.cache.observe import Observation
+from kvbench.cache.rotary import RotateBack
 from kvbench.kernels.prefill import Scoring, causal_attention
 
 
@@ -17,7 +18,8 @@ class LayerRecord:
     """One layer of a prefill.
 
     index: the layer. key [B, Hkv, T, D] and value [B, Hkv, T, Dv]: as the cache received them, keys rotated.
-    scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities.
+    scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities. rotation: how
+    the layer's rotary embedding is taken off again, where an observation needs that.
     """
 
     index: int
@@ -25,6 +27,13 @@ class LayerRecord:
     value: Tensor
     scoring: Scoring
     observed: dict[Observation, Tensor] = field(default_factory=dict)
+    rotation: RotateBack | None = None
+
+    def turned_back(self, first: int, count: int) -> Tensor:
+        """Keys times the transposed mean rotation over positions first .. first + count - 1: float32 [B, Hkv, T, D]."""
+        if self.rotation is None:
+            raise RuntimeError("no observation asked for queries before their rotation")
+        return self.rotation.by_mean(self.key, first, count)
 
 
 @dataclass
@@ -51,9 +60,10 @@ class RecordLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, index: int, observations: Iterable[Observation]) -> None:
+    def __init__(self, index: int, observations: Iterable[Observation], rotation: RotateBack | None) -> None:
         super().__init__()
         self.index = index
+        self.rotation = rotation
         self.wanted = tuple(observations)
         self.observe_ms = dict.fromkeys(self.wanted, 0.0)
         self.record: LayerRecord | None = None
@@ -72,11 +82,11 @@ class RecordLayer(CacheLayerMixin):
         """Exact causal attention, [B, Hq, T, Dv]; the observations are made, and timed, on the way."""
         if self.keys is None or self.values is None:
             raise RuntimeError("attention before update")
-        self.record = LayerRecord(self.index, self.keys, self.values, scoring)
+        self.record = LayerRecord(self.index, self.keys, self.values, scoring, rotation=self.rotation)
         # A layer with a window of its own is bounded already and no rule decides there.
         for observation in self.wanted if scoring.window is None else ():
             started = clock(query.device)
-            self.record.observed[observation] = observation.compute(query, self.keys, scoring)
+            self.record.observed[observation] = observation.compute(query, self.keys, scoring, self.rotation)
             self.observe_ms[observation] += 1e3 * (clock(query.device) - started)
         return causal_attention(query, self.keys, self.values, scoring)
 
@@ -90,10 +100,10 @@ class RecordLayer(CacheLayerMixin):
         return -1
 
 
-def record_cache(n_layers: int, observations: Iterable[Observation]) -> Cache:
-    """A cache of `RecordLayer`s."""
+def record_cache(observations: Iterable[Observation], rotations: Iterable[RotateBack | None]) -> Cache:
+    """A cache of `RecordLayer`s, one for each of `rotations`."""
     wanted = tuple(dict.fromkeys(observations))
-    return Cache(layers=[RecordLayer(i, wanted) for i in range(n_layers)])
+    return Cache(layers=[RecordLayer(i, wanted, rotation) for i, rotation in enumerate(rotations)])
 
 
 def clock(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Rotating queries back: positions inside the cache without touching a cached key."""
+"""Rotating back: positions inside the cache without touching a cached key, and queries as they were before."""
 
 import inspect
 import sys
@@ -12,6 +12,10 @@ from kvbench.errors import UserError
 
 UNMOVABLE = ("dynamic", "longrope")
 """Frequencies that change with the length, so that a rotation cannot be taken back."""
+
+IN_CACHE = "positions inside the cache cannot be had; type variant=absolute to keep the original ones"
+BEFORE = "its queries before their rotation cannot be had; choose another method than expected_attention"
+"""What follows from a rotation that cannot be taken back, and what to type instead."""
 
 EXACT_ANGLES = 65_536
 """Beyond this many evicted tokens float32 angles are off by more than about 1e-2 rad."""
@@ -35,28 +39,40 @@ class RotateBack:
 
         In float32, or float64 for a float64 query; the angles are float32 in both.
         """
-        exact = query.to(torch.promote_types(query.dtype, torch.float32))
-        cos, sin = self.angles(query, tokens)
+        return self._turn_back(query, *self.angles(query, tokens))
+
+    def to_start(self, query: Tensor, first: int) -> Tensor:
+        """query [B, Hq, n, D], rotated for positions first, first + 1, ..., as it was before (yarn's scaling stays)."""
+        return self._turn_back(query, *self._angles_at(query, first, query.shape[2]))
+
+    def by_mean(self, key: Tensor, first: int, count: int) -> Tensor:
+        """R' k of each key [B, Hkv, T, D], R being the mean rotation over positions first .. first + count - 1."""
+        return self._turn_back(key, *(turn.mean(1, keepdim=True) for turn in self._angles_at(key, first, count)))
+
+    def _turn_back(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.apply(exact, exact, cos.to(exact.dtype), -sin.to(exact.dtype))[0]
 
     def angles(self, query: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """cos and sin of position `tokens`, float32 [1, 1, rotary_dim]; the attention scaling taken out again,
         since the query carries it already."""
-        position = torch.full((1, 1), tokens, device=query.device)
+        return self._angles_at(query, tokens, 1)
+
+    def _angles_at(self, query: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        position = torch.arange(first, first + count, device=query.device).unsqueeze(0)
         extra = () if self.layer_type is None else (self.layer_type,)
         cos, sin = self.embed(query.new_zeros(1, dtype=torch.float32), position, *extra)
         return cos / self.attention_scaling, sin / self.attention_scaling
 
 
-def rotate_back(model: nn.Module, layer: int) -> RotateBack:
+def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> RotateBack:
     """The way to rotate queries of one layer back.
 
-    Raises UserError, naming `variant=absolute`, for models whose positions are learned or whose frequencies depend on
+    Raises UserError, ending in `instead`, for models whose positions are learned or whose frequencies depend on
     the length, and where the check below fails: rotating q at position 7 back by 3 must give q at position 4.
     """
     embed = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
     family = type(model).__name__
-    instead = "positions inside the cache cannot be had; type variant=absolute to keep the original ones"
     if embed is None:
         raise UserError(f"{family} has no rotary embedding: {instead}")
     apply = getattr(sys.modules[type(embed).__module__], "apply_rotary_pos_emb", None)
@@ -88,5 +104,5 @@ def _takes_back(rotate: RotateBack, head_dim: int) -> bool:
     try:
         at_seven, at_four = (rotate.apply(query, query, *rotate.angles(query, p))[0] for p in (7, 4))
         return torch.allclose(rotate(at_seven, 3), at_four, atol=1e-5)
-    except (RuntimeError, TypeError, IndexError):
+    except (RuntimeError, TypeError, IndexError, ValueError):
         return False

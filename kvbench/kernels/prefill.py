@@ -3,7 +3,7 @@
 Everything here runs over blocks of query rows, so no T x T matrix is ever in memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +83,25 @@ def last_queries(query: Tensor, key: Tensor, scoring: Scoring, count: int) -> Te
     for rows, columns, probabilities in probability_blocks(query, key, scoring, first):
         out[..., rows.start - first : rows.stop - first, columns] = probabilities.to(torch.float32)
     return out
+
+
+def query_moments(query: Tensor, first: int, unrotated: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Mean (row 0) and covariance of a prompt's queries from position `first` on: float32 [B, Hq, 1 + D, D].
+
+    By blocks of rows, centred before they are squared. `unrotated` takes the rotary embedding off query rows
+    [B, Hq, n, D] that start at a position. Zeros where the prompt is no longer than `first`.
+    """
+    batch, heads, length, dim = query.shape
+    height = max(16, BLOCK_BYTES // (batch * heads * dim * 4))
+    starts, count = range(first, length, height), max(1, length - first)
+    mean = query.new_zeros(batch, heads, 1, dim, dtype=torch.promote_types(query.dtype, torch.float32))
+    for start in starts:
+        mean += unrotated(query[:, :, start : start + height], start).sum(2, keepdim=True) / count
+    covariance = mean.new_zeros(batch, heads, dim, dim)
+    for start in starts:
+        centred = unrotated(query[:, :, start : start + height], start) - mean
+        covariance += centred.mT @ centred / count
+    return torch.cat([mean, covariance], dim=2)
 
 
 def combine_heads(probabilities: Tensor, combine: Combine) -> Tensor:

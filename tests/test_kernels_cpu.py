@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,23 +14,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.cache.build import Method, build_cache
+from kvbench.cache.codebook import CodedRows
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.decode import step
 from kvbench.kernels import REFERENCE, compile, compiled, reference
 from kvbench.kernels.cpu import MOST_ROWS, CpuKernel, pack_parts
-from kvbench.kernels.parts import Axis, Dense, Packed, Part, Split
+from kvbench.kernels.parts import Axis, Coded, Dense, Packed, Part, Split
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise
+from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.turbo import Turbo
 from tests.models import random_llama
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,15 @@ def dense(rows: Tensor, dtype: torch.dtype, spare: int = 3) -> Dense:
     return Dense(buffer[:, :, spare : spare + rows.shape[2]])
 
 
+def coded(rows: Tensor, bits: int, spare: int = 2) -> Coded:
+    """Rows as codes of a codebook, as a slice of longer buffers."""
+    lead, n, width = rows.shape[:2], rows.shape[2], rows.shape[3]
+    held = CodedRows(bits, width, SlotShape(*lead, width, width, n + spare, 1, torch.float32, CPU))
+    held.codes.fill_(255), held.norm.fill_(torch.nan)
+    held.write(0, rows)
+    return held.part(n)
+
+
 def packed(rows: Tensor, axis: Axis, bits: int, group: int, spare: int = 2) -> Packed:
     """Quantised rows as a slice of longer buffers."""
     groups = rows.unflatten(2, (-1, group)).mT if axis == "token" else rows.unflatten(-1, (-1, group))
@@ -100,8 +113,9 @@ class Case:
     seed: int
 
 
-CODES = [f"{axis} {bits} {size}" for axis in ("token", "channel") for bits in (8, 4, 2) for size in (8, 32)]
-KINDS = ["float32", "bfloat16", "float16", *CODES]
+CODES = [f"{axis} {bits} {size}" for axis in ("token", "channel") for bits in (8, 4, 3, 2) for size in (8, 32)]
+LEVELS = ["coded 4", "coded 3"]
+KINDS = ["float32", "bfloat16", "float16", "float8_e4m3fn", *CODES, *LEVELS]
 
 
 @st.composite
@@ -114,7 +128,7 @@ def cases(draw: st.DrawFn) -> Case:
         while left:
             kind = draw(st.sampled_from(KINDS))
             axis, _, size = kind.partition(" ")
-            unit = int(size.split()[1]) if size else 1
+            unit = int(size.split()[1]) if " " in size else 1
             if (axis == "channel" and dim % unit) or (axis == "token" and left < unit):
                 kind, axis, unit = "float32", "float32", 1
             n = draw(st.integers(1, left)) if len(parts) < 3 else left
@@ -137,6 +151,8 @@ def build_side(rows: Tensor, cuts: tuple[tuple[int, str], ...]) -> list[Part]:
         piece, words = rows[:, :, start : start + n], kind.split()
         if len(words) == 1:
             parts.append(dense(piece, getattr(torch, kind)))
+        elif len(words) == 2:
+            parts.append(coded(piece, int(words[1])))
         else:
             parts.append(packed(piece, "token" if words[0] == "token" else "channel", int(words[1]), int(words[2])))
         start += n
@@ -164,7 +180,7 @@ def test_random_calls(kernel: CpuKernel, case: Case) -> None:
 
 
 @pytest.mark.parametrize("group", [8, 16, 24, 32, 64, 128])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("axis", ["token", "channel"])
 def test_every_width_and_axis(kernel: CpuKernel, axis: Axis, bits: int, group: int) -> None:
     """On both sides, with a dense residual behind, over more than one chunk of the softmax."""
@@ -192,6 +208,30 @@ def test_keys_in_two_places(kernel: CpuKernel, latent: str, rotated: torch.dtype
     visible = torch.rand(2, 1, 1, length, generator=draw) < 0.5 if mask else None
     query = torch.randn(2, 1, 16, 576, generator=draw).transpose(1, 2)
     check(kernel, query, keys, values, Scoring(192**-0.5, softcap=30.0 if mask else None), visible=visible)
+
+
+@pytest.mark.parametrize("dim", [40, 48, 64, 128])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_codebooks(kernel: CpuKernel, bits: int, dim: int) -> None:
+    """Packed by 8, 16 and 32 channels, over more than one chunk of the softmax."""
+    draw = torch.Generator().manual_seed(bits)
+    key, value = torch.randn(2, 1, 2, 777, dim, generator=draw)
+    check(kernel, torch.randn(1, 6, 1, dim, generator=draw), [coded(key, bits)], [coded(value, bits)],
+          Scoring(dim**-0.5))  # fmt: skip
+
+
+def test_every_8_bit_float(kernel: CpuKernel) -> None:
+    """All 254 finite numbers, subnormal ones too, each read back exactly; NaN stays NaN."""
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3)
+    finite = every[~every.float().isnan()]
+    value = finite.view(1, 1, -1, 1).repeat(1, 1, 1, 32)
+    for i in range(0, len(finite), 7):
+        seen = (torch.arange(len(finite)) == i).view(1, 1, 1, -1)
+        got, _ = kernel.attend(torch.ones(1, 1, 1, 32), [Dense(value)], [Dense(value)], Scoring(1e-3), visible=seen)
+        assert torch.equal(got, finite[i].float().expand(1, 1, 1, 32))
+    check(kernel, torch.full((1, 1, 1, 32), 1e-3), [Dense(value)], [Dense(value)], Scoring(1.0))
+    broken = every[127].view(1, 1, 1, 1).repeat(1, 1, 1, 32)
+    assert kernel.attend(torch.ones(1, 1, 1, 32), [Dense(broken)], [Dense(broken)], Scoring(1.0))[0].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -245,7 +285,7 @@ REFUSED = {
     "float64": lambda k: (torch.ones(1, 1, 1, 64, dtype=torch.float64), [Dense(k)]),
     "head of 20": lambda k: (torch.ones(1, 1, 1, 20), [Dense(k[..., :20])]),
     "every second channel": lambda k: (torch.ones(1, 1, 1, 32), [Dense(k[..., ::2])]),
-    "3 bits": lambda k: (torch.ones(1, 1, 1, 64), [packed(k, "channel", 3, 32)]),
+    "5 bits": lambda k: (torch.ones(1, 1, 1, 64), [replace(packed(k, "channel", 8, 32), bits=5)]),
     "float64 rows": lambda k: (torch.ones(1, 1, 1, 64), [Dense(k.double())]),
     "many queries": lambda k: (torch.ones(1, 1, MOST_ROWS + 1, 64), [Dense(k)]),
     "two places, but not all of it": lambda k: (torch.ones(1, 1, 1, 64), [
@@ -279,7 +319,8 @@ def test_parts_that_do_not_match_are_refused(kernel: CpuKernel) -> None:
     assert pack_parts(query, [short], [Dense(key)]) is None
 
 
-WRITABLE = [DenseStore(), DenseStore("bfloat16"), PerToken(8, 8), PerToken(4, 4), PerToken(2, 2)]
+WRITABLE = [DenseStore(), DenseStore("bfloat16"), PerToken(8, 8), PerToken(4, 4), PerToken(3, 3),
+            PerToken(2, 2), Turbo(4, 3), Fp8()]  # fmt: skip
 
 
 @pytest.mark.parametrize("store", WRITABLE, ids=repr)
@@ -311,7 +352,7 @@ def test_a_kivi_cache_as_it_grows(kernel: CpuKernel, bits: int) -> None:
 
 def check_slots(kernel: CpuKernel, held: Slots, draw: torch.Generator) -> None:
     keys, values = list(held.key_parts()), list(held.value_parts())
-    batch, kv_heads = (2, 3) if isinstance(keys[0], Dense) or keys[0].axis == "channel" else (1, 2)
+    batch, kv_heads = (2, 3) if not isinstance(keys[0], Packed) or keys[0].axis == "channel" else (1, 2)
     check(kernel, torch.randn(batch, 3 * kv_heads, 1, 64, generator=draw), keys, values, Scoring(0.125))
 
 
@@ -319,6 +360,8 @@ METHODS: dict[str, tuple[KeepRule, Store]] = {
     "full": (Full(), DenseStore()),
     "kivi2": (Full(), Kivi(2, 2, 32, 32)),
     "h2o": (H2O(budget=40), DenseStore()),
+    "h2o+turbo3": (H2O(budget=40), Turbo(3, 3)),
+    "h2o+fp8": (H2O(budget=40), Fp8()),
     "h2o+int8": (H2O(budget=40), PerToken(8, 8)),
     "streaming_llm": (StreamingLLM(budget=40), DenseStore()),
 }
@@ -347,9 +390,12 @@ def test_older_cpus(level: str, tmp_path: Path) -> None:
     older = CpuKernel(ctypes.CDLL(str(compile.compile_first(compile.find_compiler(), variants, tmp_path))))
     test_float16_extremes(older)
     for axis in ("token", "channel"):
-        for bits in (8, 4, 2):
+        for bits in (8, 4, 3, 2):
             for group in (8, 24, 32, 64):
                 test_every_width_and_axis(older, axis, bits, group)
+    for bits in (4, 3):
+        test_codebooks(older, bits, 64)
+    test_every_8_bit_float(older)
     for dtype in FLOATS:
         test_16_bit_queries(older, dtype)
     random_calls = test_random_calls.hypothesis.inner_test  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
 """Decode attention by the compiled CPU kernel, `decode.cpp`: same arguments and results as the reference.
 
-What the kernel does not take goes to the reference: float64, 3-bit codes, head sizes that are no multiple of 8 or
-beyond 512 (in one place: MLA's 512 + 64 lie in two), very many queries at once, memory whose channels are not
-neighbours.
+What the kernel does not take goes to the reference: float64, head sizes that are no multiple of 8 or beyond 512 (in one
+place: MLA's 512 + 64 lie in two), very many queries at once, memory whose channels are not neighbours.
 """
 
 import ctypes
@@ -13,14 +12,17 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.parts import Dense, Packed, Paged, Part, Split
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split
 from kvbench.kernels.prefill import Scoring
-from kvbench.kernels.quantise import BITS
 
 NAME = "cpu-c++"
 
-FORMATS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
-"""Float rows as decode.cpp numbers them; codes go by their bits."""
+QUERIES = (torch.float32, torch.bfloat16, torch.float16)
+
+FORMATS = {torch.float32: 32, torch.float8_e4m3fn: 18, torch.bfloat16: 17, torch.float16: 16}
+"""Float rows as decode.cpp numbers them; codes go by their bits, those of a codebook by LEVELS + their bits."""
+
+WIDTHS, LEVELS, LEVEL_WIDTHS = (8, 4, 3, 2), 64, (4, 3)
 
 MOST_ROWS = 256
 """Query rows of one KV head (its heads times tokens); each costs a thread 6 kB of scratch."""
@@ -94,7 +96,7 @@ def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> l
     where the kernel does not take the call."""
     batch, heads, tokens, channels = query.shape
     apart = last_channels(keys)
-    if query.dtype not in FORMATS or not keys or not values or len(apart) not in (0, len(keys)):
+    if query.dtype not in QUERIES or not keys or not values or len(apart) not in (0, len(keys)):
         return None
     kv_heads, numbers = keys[0].kv_heads, list[int]()
     if heads % kv_heads or heads // kv_heads * tokens > MOST_ROWS:
@@ -122,6 +124,8 @@ def pack(part: Part, lead: tuple[int, int], columns: int) -> tuple[int, ...] | N
         packed = pack_dense(part, lead, columns)
     elif isinstance(part, Packed):
         packed = pack_codes(part, lead, columns)
+    elif isinstance(part, Coded):
+        packed = pack_coded(part, lead, columns)
     return None if packed is None else (*packed, *NOTHING)
 
 
@@ -155,7 +159,7 @@ def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, 
     codes, scale, minimum, size = part.codes, part.scale, part.minimum, part.group_size
     by_token = part.axis == "token"
     n, groups, lane = codes.shape[2], columns if by_token else columns // size, size * part.bits // 8
-    if part.bits not in BITS or size < SMALLEST_GROUP or size % 8 or (not by_token and columns % size):
+    if part.bits not in WIDTHS or size < SMALLEST_GROUP or size % 8 or (not by_token and columns % size):
         return None
     if codes.shape != (*lead, n, groups, lane) or not scale.shape == minimum.shape == (*lead, n, groups):
         return None
@@ -168,6 +172,22 @@ def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, 
             scale.data_ptr(), minimum.data_ptr(), 2 * pair_stride[0], 2 * pair_stride[1])  # fmt: skip
 
 
+def pack_coded(part: Coded, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
+    """`struct Part` of a codebook's codes: rows without gaps inside a head."""
+    codes, norm, levels, size = part.codes, part.norm, part.levels, part.group_size
+    n, groups, lane = codes.shape[2], columns // size, size * part.bits // 8
+    if part.bits not in LEVEL_WIDTHS or size < SMALLEST_GROUP or size % 8 or columns % size:
+        return None
+    if codes.shape != (*lead, n, groups, lane) or codes.stride()[2:] != (groups * lane, lane, 1):
+        return None
+    if norm.shape != (*lead, n) or norm.stride(2) != 1 or norm.dtype != torch.float16:
+        return None
+    if levels.shape != (2**part.bits,) or levels.dtype != torch.float32 or not levels.is_contiguous():
+        return None
+    return (LEVELS + part.bits, 0, size, n, codes.data_ptr(), *codes.stride()[:3],
+            norm.data_ptr(), levels.data_ptr(), 2 * norm.stride(0), 2 * norm.stride(1))  # fmt: skip
+
+
 def width(part: Part) -> int:
     """The head size of a part."""
     if isinstance(part, Split):
@@ -176,7 +196,7 @@ def width(part: Part) -> int:
         return width(part.pool)
     if isinstance(part, Dense):
         return part.rows.shape[3]
-    return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)
+    return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
 def float_rows(query: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-// Decode attention over a KV cache, read where and as it lies in memory: rows of floats, or groups of packed codes.
+// Decode attention over a KV cache, read where and as it lies in memory: rows of floats, groups of packed codes, or rows
+// of codes that name the levels of a codebook.
 //
 // The work is split over (batch row, KV head, range of slots). A task goes through its range in chunks of slots: the
 // scores of all queries that share the KV head, one step of a running softmax, then the values of the same slots. So
@@ -25,7 +26,10 @@ struct Part {  // strides in bytes
   // int32, strides in entries: which `block` rows hold slots i * block and following; block is 0 where none is needed.
   int64_t table, table_batch_stride, table_head_stride, block;
 
-  int lane_bytes() const { return int(group * format / 8); }  // of a group's codes
+  bool has_levels() const { return format >= LEVELS; }  // `scale` is then one a row, `minimum` the codebook's floats
+  int bits() const { return code_bits(format); }
+  int lane_bytes() const { return int(group * bits() / 8); }  // of a group's codes
+  int paired(int columns) const { return has_levels() ? columns : int(group); }  // columns that share a scale
 };
 
 struct Call {  // strides in elements; an absent tensor is 0
@@ -66,8 +70,8 @@ struct Plan {
       const int64_t values_end = c.key_parts + c.value_parts;
       const int columns = int(i < c.key_parts ? c.key_dim : i < values_end ? c.value_dim : c.last_dim);
       const int group = int(part.group);
-      packed.emplace_back(part.format, part.token_axis ? group : columns, group);
-      unpacked.emplace_back(FLOAT32, columns, columns);
+      packed.emplace_back(part.format, part.token_axis ? group : columns, group, part.paired(columns));
+      unpacked.emplace_back(FLOAT32, columns, columns, columns);
       if (part.token_axis && group <= MOST_CHUNK && chunk % group) chunk = MOST_CHUNK / group * group;
     }
     chunks = (c.slots + chunk - 1) / chunk;
@@ -90,6 +94,15 @@ void read_halves(const uint8_t* from, int n, float* to) {
   for (; i < n; i++) to[i] = read_half(from + 2 * i);
 }
 
+// Code i of a group. 3-bit codes are their two low bits, packed so, followed by their high bit.
+int code_at(const uint8_t* group, int64_t i, const Part& part) {
+  const auto piece = [i](const uint8_t* from, int64_t lane, int bits) {
+    return from[i % lane] >> (i / lane * bits) & ((1 << bits) - 1);
+  };
+  if (part.bits() != 3) return piece(group, part.lane_bytes(), part.bits());
+  return piece(group, part.group / 4, 2) | piece(group + part.group / 4, part.group / 8, 1) << 2;
+}
+
 // Slots of a packed part to floats one by one: for group sizes and cuts that the vector loops do not take.
 void unpack_rows(const Part& part, int64_t b, int64_t h, int64_t first, int n, int columns, float* to) {
   const uint8_t* codes = address(part.data, b * part.batch_stride + h * part.head_stride);
@@ -97,8 +110,11 @@ void unpack_rows(const Part& part, int64_t b, int64_t h, int64_t first, int n, i
   for (int64_t t = first; t < first + n; t++)
     for (int64_t c = 0; c < columns; c++) {
       const int64_t at = part.token_axis ? t / group * columns + c : (t * columns + c) / group;
-      const int64_t i = (part.token_axis ? t : c) % group, lane = part.lane_bytes();
-      const int code = codes[at * lane + i % lane] >> (i / lane * part.format) & ((1 << part.format) - 1);
+      const int code = code_at(codes + at * part.lane_bytes(), (part.token_axis ? t : c) % group, part);
+      if (part.has_levels()) {
+        *to++ = floats_at(part.minimum)[code] * read_half(address(part.scale, pairs + 2 * t));
+        continue;
+      }
       const uint8_t *scale = address(part.scale, pairs + 2 * at), *minimum = address(part.minimum, pairs + 2 * at);
       *to++ = float(code) * read_half(scale) + read_half(minimum);
     }
@@ -180,11 +196,12 @@ struct Worker {
         body(int64_t(FLOAT32), plan.unpacked[index], tile, at);
         continue;
       }
-      if (part.format <= 8) {
-        tile.groups = columns / int(part.group);
+      if (has_codes(part.format)) {
+        tile.groups = columns / part.paired(columns);
         const int64_t first = pair_head + 2 * row * tile.groups;
         read_halves(address(part.scale, first), tile.count * tile.groups, pairs->scale);
-        read_halves(address(part.minimum, first), tile.count * tile.groups, pairs->minimum);
+        if (part.has_levels()) memcpy(pairs->levels, floats_at(part.minimum), 4 << part.bits());
+        else read_halves(address(part.minimum, first), tile.count * tile.groups, pairs->minimum);
       }
       body(part.format, plan.packed[index], tile, at);
     }
@@ -202,7 +219,7 @@ struct Worker {
       each_piece([&](int m, int queries) {
         for (int i = 0; i < queries; i++) fold_pairs(&q[(m + i) * STRIDE], scaled + i * STRIDE, bias[i]);
         specialised(part.format, plan.packed[index].lanes, queries, [&](auto F, auto L, auto M) {
-          if constexpr (F <= 8) score_block<F, L, M>(plan.packed[index], channels, scaled, bias, to + m * STRIDE);
+          if constexpr (F < 16) score_block<F, L, M>(plan.packed[index], channels, scaled, bias, to + m * STRIDE);
         });
       });
     }

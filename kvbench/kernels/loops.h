@@ -10,7 +10,15 @@
 
 namespace {
 
-enum Format : int64_t { FLOAT32 = 32, BFLOAT16 = 17, FLOAT16 = 16, CODES8 = 8, CODES4 = 4, CODES2 = 2 };
+// Codes stand for themselves, or with LEVELS for a number of a codebook. What is below 16 is the bits of a code.
+enum Format : int64_t {
+  FLOAT32 = 32, FLOAT8 = 18, BFLOAT16 = 17, FLOAT16 = 16, CODES8 = 8, CODES4 = 4, CODES3 = 3, CODES2 = 2,
+  LEVELS = 64, LEVELS4 = LEVELS + 4, LEVELS3 = LEVELS + 3
+};
+constexpr bool has_codes(int64_t format) { return format < 16 || format >= LEVELS; }
+constexpr int code_bits(int64_t format) { return format & 15; }
+constexpr int float_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == FLOAT8 ? 1 : 2; }
+constexpr int MOST_LEVELS = 16;
 
 constexpr int MOST_TILE = 128;       // rows worked on together; fewer where they are long
 constexpr int64_t TILE_BYTES = 32 << 10;
@@ -24,30 +32,59 @@ constexpr int MOST_QUERIES = 4;  // with four rows each 16 sums, which 32 regist
 constexpr int MOST_QUERIES = 3;
 #endif
 
-// A unit is what one step decodes: VECTORS vectors from BYTES bytes. Codes are left as they are, 0 .. 2^bits - 1.
+// A unit is what one step decodes: VECTORS vectors from BYTES bytes. Codes are left as they are, 0 .. 2^bits - 1, or
+// become what `levels` has for them.
 template <int FORMAT, int L> struct Unit {
-  static constexpr bool CODES = FORMAT <= 8;
-  static constexpr bool TWICE = FORMAT == CODES2 && L == 16;  // the 8 bytes of a group of 32 fill both vector halves
-  static constexpr int VECTORS = FORMAT == CODES2 && !TWICE ? 4 : 2;
-  static constexpr int BYTES = TWICE ? 8 : FORMAT == CODES8 ? 2 * L : CODES ? L : FORMAT == FLOAT32 ? 8 * L : 4 * L;
+  static constexpr bool CODES = has_codes(FORMAT), LOOKUP = FORMAT >= LEVELS;
+  static constexpr int BITS = CODES ? code_bits(FORMAT) : 0;
+  static constexpr bool TWICE = BITS == 2 && L == 16;  // the 8 bytes of a group of 32 fill both vector halves
+  static constexpr int VECTORS = BITS == 3 ? 32 / L : BITS == 2 && !TWICE ? 4 : 2;
+  static constexpr int BYTES = BITS == 3 ? 12 : TWICE ? 8 : CODES ? (BITS == 8 ? 2 * L : L)
+                                                          : 2 * L * float_bytes(FORMAT);
 
-  static inline void decode(const uint8_t* at, Float<L>* x) {
+  static inline void decode(const uint8_t* at, Float<L>* x, [[maybe_unused]] const float* levels) {
     for (int v = 0; v < VECTORS; v++) {
       if constexpr (FORMAT == FLOAT32) x[v] = load<Float<L>>(at + 4 * L * v);
       if constexpr (FORMAT == BFLOAT16) x[v] = load_bfloat16<L>(at + 2 * L * v);
       if constexpr (FORMAT == FLOAT16) x[v] = load_float16<L>(at + 2 * L * v);
-      if constexpr (FORMAT == CODES8) x[v] = floats<L>(widen<L, uint8_t>(at + L * v));
-      if constexpr (FORMAT == CODES4) {
-        const Int<L> word = widen<L, uint8_t>(at);
-        x[v] = floats<L>(v ? word >> 4 : word & 15);
-      }
-      if constexpr (FORMAT == CODES2 && !TWICE) x[v] = floats<L>((widen<L, uint8_t>(at) >> (2 * v)) & 3);
-      if constexpr (TWICE) {
-        const uint64_t both[2] = {load<uint64_t>(at), load<uint64_t>(at)};
-        const Int<L> shift = Int<L>{0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2} + 4 * v;
-        x[v] = floats<L>((widen<L, uint8_t>(both) >> shift) & 3);
+      if constexpr (FORMAT == FLOAT8) x[v] = load_float8<L>(at + L * v);
+      if constexpr (CODES) {
+        const Int<L> code = codes(at, v);
+        if constexpr (LOOKUP) x[v] = lookup<L>(levels, code);
+        else x[v] = floats<L>(code);
       }
     }
+  }
+
+  static inline Int<L> codes(const uint8_t* at, int v) {
+    if constexpr (BITS == 8) return widen<L, uint8_t>(at + L * v);
+    if constexpr (BITS == 4) {
+      const Int<L> word = widen<L, uint8_t>(at);
+      return v ? word >> 4 : word & 15;
+    }
+    if constexpr (BITS == 2) return two_bits(at, v, 4);
+    if constexpr (BITS == 3) return two_bits(at, v, 32 / L) | high_bits(at + 8, v) << 2;
+    return Int<L>{};
+  }
+
+  // Vector v of `vectors` from bytes that hold four codes each, of columns as far apart as there are bytes.
+  static inline Int<L> two_bits(const uint8_t* at, int v, [[maybe_unused]] int vectors) {
+    if constexpr (L == 16) {
+      const uint64_t both[2] = {load<uint64_t>(at), load<uint64_t>(at)};
+      const Int<L> shift = Int<L>{0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2} + 4 * v;
+      return (widen<L, uint8_t>(both) >> shift) & 3;
+    } else {
+      const int halves = vectors / 4;  // vectors that one shift of all bytes fills
+      return (widen<L, uint8_t>(at + v % halves * L) >> (v / halves * 2)) & 3;
+    }
+  }
+
+  // The third bits of a group of 32: four bytes of eight.
+  static inline Int<L> high_bits(const uint8_t* at, int v) {
+    const uint32_t four[4] = {load<uint32_t>(at), load<uint32_t>(at), load<uint32_t>(at), load<uint32_t>(at)};
+    Int<L> shift;
+    for (int i = 0; i < L; i++) shift[i] = (v * L + i) / 4;
+    return (widen<L, uint8_t>(four) >> shift) & 1;
   }
 };
 
@@ -56,19 +93,19 @@ struct Grid {
   int lanes = 0, units = 0, step = 0;  // lanes is 0 where no vector length fits
   int byte[MOST_UNITS], column[MOST_UNITS], group[MOST_UNITS];
 
-  // columns: of the row. group: columns that share a scale; for floats all of them.
-  Grid(int64_t format, int columns, int group_size) {
-    const bool codes = format <= 8;
-    const int width = codes ? 1 : format == FLOAT32 ? 4 : 2, per_byte = codes ? 8 / int(format) : 1;
-    const int span = codes ? group_size / per_byte : columns;  // bytes of codes, or floats, that hold a group
+  // columns: of the row. packed: columns whose codes are packed together. paired: columns that share a scale.
+  Grid(int64_t format, int columns, int packed, int paired) {
+    const bool codes = has_codes(format);
+    const int bits = codes ? code_bits(format) : 8, width = codes ? 1 : float_bytes(format);
+    const int span = codes ? packed * bits / 8 : columns;  // bytes of codes, or floats, that are packed together
     for (int L = WIDEST; L >= 4 && !lanes; L /= 2) {
-      const bool twice = format == CODES2 && L == 16;
-      const int unit = twice ? 8 : codes && format != CODES8 ? L : 2 * L, per_group = span / unit;
-      if (span % unit || (twice && span != unit) || columns / (unit * per_byte) > MOST_UNITS) continue;
-      lanes = L, units = columns / (unit * per_byte), step = per_byte > 1 && !twice ? span : L;
+      const bool whole = codes && (bits == 3 || (bits == 2 && L == 16));  // a unit is all that is packed together
+      const int unit = whole ? 4 * bits : codes && bits != 8 ? L : 2 * L, per_group = span / unit;
+      if (span % unit || (whole && span != unit) || columns / (unit * 8 / bits) > MOST_UNITS) continue;
+      lanes = L, units = columns / (unit * 8 / bits), step = bits < 8 && !whole ? span : L;
       for (int u = 0; u < units; u++) {
-        const int at = u % per_group * unit;
-        group[u] = u / per_group, column[u] = group[u] * group_size + at, byte[u] = (group[u] * span + at) * width;
+        const int at = u % per_group * unit, block = u / per_group;
+        column[u] = block * packed + at, byte[u] = (block * span + at) * width, group[u] = column[u] / paired;
       }
     }
   }
@@ -77,7 +114,7 @@ struct Grid {
 // Scales and minima of a tile as floats. score_rows reads those of up to three rows past the tile.
 constexpr int MOST_PAIRS = (MOST_TILE + 4) * MOST_COLUMNS / SMALLEST_GROUP;
 struct Pairs {
-  float scale[MOST_PAIRS], minimum[MOST_PAIRS];
+  float scale[MOST_PAIRS], minimum[MOST_PAIRS], levels[MOST_LEVELS];
 };
 
 struct Tile {
@@ -122,11 +159,12 @@ void score_rows(const Grid& grid, const Tile& tile, const Pairs& pairs, const fl
     for (int u = 0; u < grid.units; u++) {
       Float<L> x[4][U::VECTORS];
       for (int r = 0; r < 4; r++) {
-        U::decode(row[r] + grid.byte[u], x[r]);
+        U::decode(row[r] + grid.byte[u], x[r], pairs.levels);
         fetch_ahead<U::BYTES>(ahead);
         if constexpr (U::CODES) {
           const int pair = (t + r) * tile.groups + grid.group[u];
-          for (int v = 0; v < U::VECTORS; v++) x[r][v] = x[r][v] * pairs.scale[pair] + minimum[v & 1][pair];
+          for (int v = 0; v < U::VECTORS; v++)
+            x[r][v] = U::LOOKUP ? x[r][v] * pairs.scale[pair] : x[r][v] * pairs.scale[pair] + minimum[v & 1][pair];
         }
       }
       for (int v = 0; v < U::VECTORS; v++)
@@ -163,7 +201,7 @@ void score_block(const Grid& grid, const Tile& channels, const float* query, con
     for (int c = 0; c < channels.count; c++) {
       Float<L> x[N][U::VECTORS];
       for (int u = 0; u < N; u++) {
-        U::decode(channels.rows + c * channels.stride + grid.byte[first + u], x[u]);
+        U::decode(channels.rows + c * channels.stride + grid.byte[first + u], x[u], nullptr);
         fetch_ahead<U::BYTES>(ahead);
       }
       for (int m = 0; m < M; m++)
@@ -192,11 +230,12 @@ void add_rows(const Grid& grid, const Tile& tile, const Pairs& pairs, const floa
     for (int t = 0; t < tile.count; t++) {
       Float<L> x[N][U::VECTORS];
       for (int u = 0; u < N; u++) {
-        U::decode(tile.rows + t * tile.stride + grid.byte[first + u], x[u]);
+        U::decode(tile.rows + t * tile.stride + grid.byte[first + u], x[u], pairs.levels);
         fetch_ahead<U::BYTES>(ahead);
         if constexpr (U::CODES) {
           const int pair = t * tile.groups + grid.group[first + u];
-          for (int v = 0; v < U::VECTORS; v++) x[u][v] = x[u][v] * pairs.scale[pair] + minimum[v & 1][pair];
+          for (int v = 0; v < U::VECTORS; v++)
+            x[u][v] = U::LOOKUP ? x[u][v] * pairs.scale[pair] : x[u][v] * pairs.scale[pair] + minimum[v & 1][pair];
         }
       }
       for (int m = 0; m < M; m++)
@@ -231,8 +270,12 @@ template <class Body> void specialised(int64_t format, int lanes, int queries, B
     case FLOAT32: return with_lanes(lanes, queries, std::integral_constant<int, FLOAT32>(), body);
     case BFLOAT16: return with_lanes(lanes, queries, std::integral_constant<int, BFLOAT16>(), body);
     case FLOAT16: return with_lanes(lanes, queries, std::integral_constant<int, FLOAT16>(), body);
+    case FLOAT8: return with_lanes(lanes, queries, std::integral_constant<int, FLOAT8>(), body);
     case CODES8: return with_lanes(lanes, queries, std::integral_constant<int, CODES8>(), body);
     case CODES4: return with_lanes(lanes, queries, std::integral_constant<int, CODES4>(), body);
+    case CODES3: return with_lanes(lanes, queries, std::integral_constant<int, CODES3>(), body);
+    case LEVELS4: return with_lanes(lanes, queries, std::integral_constant<int, LEVELS4>(), body);
+    case LEVELS3: return with_lanes(lanes, queries, std::integral_constant<int, LEVELS3>(), body);
     default: return with_lanes(lanes, queries, std::integral_constant<int, CODES2>(), body);
   }
 }

@@ -19,7 +19,7 @@ Axis = Literal["token", "channel"]
 
 @dataclass(frozen=True)
 class Dense:
-    """Rows in a float dtype: [B, Hkv, n, D]."""
+    """Rows in a float dtype of 8 to 64 bits: [B, Hkv, n, D]."""
 
     rows: Tensor
 
@@ -92,6 +92,41 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Coded:
+    """Codes of a codebook: a row is its norm times the levels that its codes name.
+
+    codes [B, Hkv, n, D / G, G * bits / 8], `pack`ed by G; norm float16 [B, Hkv, n]; levels float32 [2^bits].
+    """
+
+    codes: Tensor
+    norm: Tensor
+    levels: Tensor
+    bits: int
+    group_size: int
+
+    @property
+    def length(self) -> int:
+        return self.codes.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.codes.shape[1]
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The decoded rows: [B, Hkv, n, D]."""
+        levels = self.levels.to(dtype)[unpack(self.codes, self.bits).flatten(3).int()]
+        return levels * self.norm.to(dtype).unsqueeze(-1)
+
+    def first(self, n: int) -> "Coded":
+        """The part's first n rows."""
+        return Coded(self.codes[:, :, :n], self.norm[:, :, :n], self.levels, self.bits, self.group_size)
+
+    def at(self, index: Tensor) -> "Coded":
+        """The rows index [B, Hkv, n], copied."""
+        return Coded(take(self.codes, index), take(self.norm, index), self.levels, self.bits, self.group_size)
+
+
+@dataclass(frozen=True)
 class Split:
     """Rows whose last channels lie apart from the first: MLA's latent, and its rotated key in a format of its own.
 
@@ -128,7 +163,7 @@ class Paged:
     the slots of each, None where all have `length`. length: the largest of them, known without asking the device.
     """
 
-    pool: Dense | Packed
+    pool: Dense | Packed | Coded
     table: Tensor
     lengths: Tensor | None
     length: int
@@ -165,12 +200,14 @@ def block_rows(table: Tensor, block_size: int) -> Tensor:
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """rows [1 or B, 1 or H, N, ...] at index [B, 1 or H, n]: [B, H, n, ...]."""
+    if rows.dtype == torch.float8_e4m3fn:  # bytes can be gathered, 8-bit floats cannot
+        return take(rows.view(torch.uint8), index).view(rows.dtype)
     lead = index.shape[0], max(rows.shape[1], index.shape[1])
     wanted = index.expand(*lead, -1).reshape(*lead, -1, *([1] * (rows.ndim - 3)))
     return rows.expand(*lead, *rows.shape[2:]).gather(2, wanted.expand(-1, -1, -1, *rows.shape[3:]))
 
 
-Part = Dense | Packed | Split | Paged
+Part = Dense | Packed | Coded | Split | Paged
 
 
 def total_length(parts: Sequence[Part]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Dense, Packed, Paged, Part, Split, total_length
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, total_length
 from kvbench.kernels.prefill import Scoring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -88,7 +88,7 @@ def head_dim(part: Part) -> int:
         return head_dim(part.pool)
     if isinstance(part, Dense):
         return part.rows.shape[3]
-    return part.codes.shape[3] * (1 if part.axis == "token" else part.group_size)
+    return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
 def refused(part: Part) -> str | None:
@@ -101,6 +101,8 @@ def refused(part: Part) -> str | None:
         if part.rows.dtype not in FLOATS:
             return f"rows of {part.rows.dtype}"
         return None if part.rows.stride(3) == 1 else "rows whose channels are not neighbours in memory"
+    if isinstance(part, Coded):
+        return "codes of a codebook"
     size, bits = part.group_size, part.bits
     if size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
         return f"groups of {size} codes of {bits} bits"

@@ -80,6 +80,28 @@ template <int L> inline Float<L> load_float16(const void* from) {
   return bits<Float<L>>(bits<Int<L>>(value) | (half & 0x8000) << 16);
 }
 
+// e4m3: a bias of 7, no infinity, and one NaN, which has all bits set.
+template <int L> inline Float<L> load_float8(const void* from) {
+  const Int<L> byte = widen<L, uint8_t>(from), magnitude = (byte & 0x7f) << 20;
+  const Float<L> tiny = bits<Float<L>>(magnitude + (121 << 23)) - bits<float>(121 << 23);
+  const Float<L> finite = select<L>(magnitude < (1 << 23), tiny, bits<Float<L>>(magnitude + (120 << 23)));
+  const Int<L> nan = (byte & 0x7f) == 0x7f;
+  return bits<Float<L>>(bits<Int<L>>(finite) | (byte & 0x80) << 24 | (nan & 0x7fc00000));
+}
+
+// Entries of a table of 16 floats.
+template <int L> inline Float<L> lookup(const float* table, Int<L> at) {
+#if defined(__AVX512F__)
+  if constexpr (L == 16) return (Float<16>)_mm512_permutexvar_ps((__m512i)at, load<__m512>(table));
+#endif
+#if defined(__AVX2__)
+  if constexpr (L == 8) return (Float<8>)_mm256_i32gather_ps(table, (__m256i)at, 4);
+#endif
+  Float<L> found;
+  for (int i = 0; i < L; i++) found[i] = table[at[i]];
+  return found;
+}
+
 template <int L> inline Float<4> fold(Float<L> x) {
   if constexpr (L == 4) {
     return x;

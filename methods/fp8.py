@@ -1,0 +1,96 @@
+"""8-bit floats: e4m3 with one scale a head."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.store import Buffer, Slots, SlotShape, Store, scatter_rows
+from kvbench.kernels.parts import Dense, Part
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+
+
+@dataclass(frozen=True)
+class Fp8(Store):
+    """Keys and values as e4m3 (Micikevicius et al., 2022, arXiv:2209.05433), scaled a head at a time.
+
+    The scale of a head is fixed by its prompt: the power of two that brings the largest number to 448 or less, but not
+    below half of that. What comes later and is larger is clamped, never infinite. A power of two costs a float
+    format no precision, and the query and the output can carry it exactly: kernels read plain floats.
+    Bits a value: 8. Single slots can be overwritten.
+    """
+
+    def allocate(self, shape: SlotShape) -> "Fp8Slots":
+        return Fp8Slots(shape)
+
+    def planned_bytes(self, shape: SlotShape) -> int:
+        return shape.batch * shape.kv_heads * (shape.slots * (shape.key_dim + shape.value_dim) + 2 * 4)
+
+
+class Fp8Slots(Slots):
+    """e4m3 rows [B, Hkv, S, D], and a float32 scale [B, Hkv, 1, 1] for keys and one for values."""
+
+    def __init__(self, shape: SlotShape) -> None:
+        lead = (shape.batch, shape.kv_heads)
+        self.keys = torch.empty(*lead, shape.slots, shape.key_dim, dtype=E4M3, device=shape.device)
+        self.values = torch.empty(*lead, shape.slots, shape.value_dim, dtype=E4M3, device=shape.device)
+        self.key_scale, self.value_scale = (torch.ones(*lead, 1, 1, device=shape.device) for _ in range(2))
+
+    def fill(self, key: Tensor, value: Tensor) -> None:
+        self.key_scale.copy_(scale_of(key))
+        self.value_scale.copy_(scale_of(value))
+        self.append(key, value)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        stop = self.length + key.shape[2]
+        self.keys[:, :, self.length : stop] = narrow(key, self.key_scale)
+        self.values[:, :, self.length : stop] = narrow(value, self.value_scale)
+        self.length = stop
+
+    def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        # As bytes: scattering is not there for 8-bit floats.
+        scatter_rows(self.keys.view(torch.uint8), slot, narrow(key, self.key_scale).view(torch.uint8))
+        scatter_rows(self.values.view(torch.uint8), slot, narrow(value, self.value_scale).view(torch.uint8))
+
+    def turn_query(self, query: Tensor) -> Tensor:
+        return scaled(query, self.key_scale)
+
+    def turn_back(self, output: Tensor) -> Tensor:
+        return scaled(output, self.value_scale)
+
+    @property
+    def has_quantised(self) -> bool:
+        return self.length > 0
+
+    def key_parts(self) -> Sequence[Part]:
+        return [Dense(self.keys[:, :, : self.length])]
+
+    def value_parts(self) -> Sequence[Part]:
+        return [Dense(self.values[:, :, : self.length])]
+
+    def buffers(self, kept: int) -> Iterator[Buffer]:
+        for rows in (self.keys, self.values):
+            yield Buffer("codes", rows, kept / rows.shape[2])
+        for scale in (self.key_scale, self.value_scale):
+            yield Buffer("scales", scale, 1.0)
+
+
+def scale_of(rows: Tensor) -> Tensor:
+    """The smallest power of two that brings a head's rows [B, Hkv, n, D] within e4m3: float32 [B, Hkv, 1, 1]."""
+    largest = rows.to(torch.float32).abs().amax((-2, -1), keepdim=True)
+    exponent = torch.frexp(largest / LARGEST).exponent  # largest / LARGEST < 2^exponent
+    return torch.where(largest > 0, torch.exp2(exponent.to(torch.float32)), 1.0)
+
+
+def narrow(rows: Tensor, scale: Tensor) -> Tensor:
+    """rows / scale as e4m3, clamped: beyond its range the conversion would give NaN."""
+    return (rows.to(torch.float32) / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def scaled(rows: Tensor, scale: Tensor) -> Tensor:
+    """rows [B, Hq, q, D] times the scale of the KV head that each query head belongs to."""
+    by_head: Tensor = rows.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
+    return by_head.to(rows.dtype).flatten(1, 2)

@@ -49,6 +49,15 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         return AutoTokenizer.from_pretrained(where, **arguments)
 
 
+def tokenizer_hash(tokenizer: Any) -> str | None:
+    """First 16 hex digits of the sha256 of all that turns text into ids; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
 def describe(spec: ModelSpec) -> ModelShape:
     """The model's shape, with the KV heads asked for, from its config alone.
 

@@ -24,7 +24,7 @@ from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
 from kvbench.measure.needle import check_prompts, needle
-from kvbench.measure.perplexity import perplexity
+from kvbench.measure.perplexity import check_stream, perplexity
 from kvbench.model import (
     LoadedModel,
     ModelSpec,
@@ -35,11 +35,12 @@ from kvbench.model import (
     pick_device,
     pick_dtype,
     revision_of,
+    tokenizer_hash,
 )
 from kvbench.progress import Progress
 from kvbench.results import RunFolder, check_writable
 from kvbench.rows import Row
-from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, read_settings
+from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, context_of, read_settings
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Measures, Work, conclude, measure
@@ -125,7 +126,8 @@ def check_lengths(settings: dict[str, Any], tokens: int, text: Text, shape: Mode
     for key, needed in _needed(settings):
         if needed > tokens:
             raise UserError(f"{key} needs {needed} tokens and data={text.name} has {tokens}; type a smaller {key}")
-        if shape.max_positions is not None and needed > shape.max_positions:
+        beyond = shape.max_positions is not None and needed > shape.max_positions
+        if beyond and not key.startswith("perplexity.tokens"):  # a stream may go on: its rows say so
             raise UserError(
                 f"{key} needs {needed} positions and {spec.name} has {shape.max_positions}; type a smaller {key}"
             )
@@ -141,7 +143,8 @@ def check_lengths(settings: dict[str, Any], tokens: int, text: Text, shape: Mode
 def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
     for name, setting in settings.items():
         if isinstance(setting, Perplexity):
-            yield "perplexity.context + perplexity.tokens", setting.longest
+            streamed = setting.protocol == "stream"
+            yield "perplexity.tokens" if streamed else "perplexity.context + perplexity.tokens", setting.longest
         elif isinstance(setting, Needle):
             yield "needle.lengths", max(setting.lengths)  # check_prompts counts question and answer
         elif isinstance(setting, Memory):
@@ -157,6 +160,8 @@ def check_methods(methods: list[Method], settings: dict[str, Any], shape: ModelS
     prompts = {length for setting in settings.values() for length in _prompts(setting)}
     for method in methods:
         method.store.check(shape.head_dim, shape.head_dim)
+        if isinstance(scored := settings.get("perplexity"), Perplexity) and scored.protocol == "stream":
+            check_stream(method)
         for prompt in sorted(prompts):
             method.rule.tokens(prompt)
 
@@ -174,7 +179,7 @@ def small_prompts(methods: dict[str, Method], settings: dict[str, Any]) -> Itera
 
 def _prompts(setting: Any) -> list[int]:
     if isinstance(setting, Perplexity):
-        return [setting.context]
+        return [context_of(setting)]
     lengths: list[int] = setting.lengths if isinstance(setting, Needle) else setting.contexts
     return lengths
 
@@ -186,6 +191,7 @@ def _entries(
         model=loaded.name, revision=loaded.revision, arch=loaded.arch, kv_heads=loaded.kv_heads,
         converted=loaded.converted, dataset=text.name, dtype=str(loaded.dtype).removeprefix("torch."),
         device=_device_name(loaded.device), threads=torch.get_num_threads(), seed=config.seed,
+        bos="none", tokenizer=tokenizer_hash(loaded.tokenizer),
     )  # fmt: skip
     labels: dict[str, int] = {}
     entries = []

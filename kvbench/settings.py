@@ -10,16 +10,39 @@ from kvbench.errors import UserError
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`windows` windows of `context` prompt tokens and `tokens` scored ones, `batch` windows at a time."""
+    """`windows` windows of `context` prompt tokens and `tokens` scored ones, `batch` windows at a time.
+
+    protocol: `prefill_decode` scores token by token after the prompt; `stream` token by token from an empty cache, and
+    `context` plays no part; `chunked` as the first, in blocks of `chunk` tokens. buckets: parts of the scored tokens
+    that are reported apart as well.
+    """
 
     context: int
     tokens: int
     windows: int
     batch: int
+    protocol: Literal["prefill_decode", "stream", "chunked"] = "prefill_decode"
+    chunk: int = 64
+    buckets: int = 4
+
+    @property
+    def prompt(self) -> int:
+        """Tokens that are fed before the first is scored; a stream needs one."""
+        return 1 if self.protocol == "stream" else self.context
 
     @property
     def longest(self) -> int:
-        return self.context + self.tokens
+        return self.prompt + self.tokens
+
+    @property
+    def step(self) -> int:
+        """Tokens in one forward."""
+        return self.chunk if self.protocol == "chunked" else 1
+
+    @property
+    def name(self) -> str:
+        """The protocol as rows name it: blocks of another size are another protocol."""
+        return f"chunked{self.chunk}" if self.protocol == "chunked" else self.protocol
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ def one_by_one(setting: Setting) -> list[Setting]:
 def context_of(setting: Setting) -> int:
     """Tokens of prompt: of one of `one_by_one`, else of the longest."""
     if isinstance(setting, Perplexity):
-        return setting.context
+        return setting.tokens if setting.protocol == "stream" else setting.context
     return max(setting.lengths if isinstance(setting, Needle) else setting.contexts)
 
 

@@ -39,7 +39,7 @@ def rows(results: Path) -> list[Row]:
 
 def times_measured(results: Path) -> Counter[tuple[Any, ...]]:
     """How often each number was measured: 1 everywhere, if no cell ran twice."""
-    where = ("measure", "context", "depth", "metric")
+    where = ("measure", "context", "depth", "position", "metric")
     return Counter(
         tuple(getattr(row, name) for name in (*KNOBS, *where)) for row in rows(results) if row.status == "ok"
     )

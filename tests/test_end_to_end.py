@@ -28,7 +28,8 @@ COMMAND = [
     f"perplexity.context={CONTEXT}", f"perplexity.tokens={TOKENS}", f"memory.contexts=[{CONTEXT}]", "memory.tokens=8",
     f"latency.contexts=[48,{CONTEXT}]", "latency.steps=8", "latency.warmup=2", "seed=5",
 ]  # fmt: skip
-PERPLEXITY = {"nll", "ppl", "kl", "top1", "nll_minus_full", "engaged", "kept_tokens", "positions_processed"}
+PERPLEXITY = {"nll", "ppl", "kl", "kl_reverse", "top1", "top5", "nll_minus_full", "nll_minus_full_worst_decile",
+              "worse_share", "nll_at", "kl_at", "engaged", "kept_tokens", "positions_processed"}  # fmt: skip
 MEMORY = {"held_bytes", "dense_bytes", "slack_bytes", "peak_prefill_bytes", "peak_decode_bytes", "engaged",
           "kept_tokens", "positions_processed"}  # fmt: skip
 LATENCY = {"prefill_ms", "observe_ms", "compress_ms", "tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "engaged",
@@ -75,11 +76,11 @@ def test_every_method_has_every_number(frame: pd.DataFrame) -> None:
 
 def test_rows_are_one_number_each_with_all_that_made_it(folder: Path, frame: pd.DataFrame) -> None:
     assert tuple(frame.columns) == COLUMNS == tuple(SCHEMA.names)
-    cell = ["method", "store", "knobs", "measure", "metric", "context", "depth", "budget", "bits"]
+    cell = ["method", "store", "knobs", "measure", "metric", "context", "depth", "position", "budget", "bits"]
     assert not frame.duplicated(cell).any()
     for name, value in {
         "run": folder.name, "model": "random-tiny", "arch": "gqa", "kv_heads": 2, "converted": False,
-        "dataset": "random", "dtype": "float32", "threads": 1, "seed": 5,
+        "dataset": "random", "dtype": "float32", "threads": 1, "seed": 5, "bos": "none",
     }.items():  # fmt: skip
         assert set(frame[name]) == {value}, name
     for name in ("revision", "device", "unit", "protocol", "n"):

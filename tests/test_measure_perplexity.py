@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import special, stats
+from scipy import special
 from torch import Tensor
 
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
-from kvbench.decode import step
+from kvbench.decode import generate, step
 from kvbench.measure import perplexity as measured
 from kvbench.measure.bench import Bench
 from kvbench.measure.perplexity import perplexity, window_offsets
@@ -40,8 +40,10 @@ def quick() -> Iterator[None]:
         yield
 
 
-def settings(windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: int = TOKENS) -> Perplexity:
-    return Perplexity(context, tokens, windows, batch)
+def settings(
+    windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: int = TOKENS, **more: Any
+) -> Perplexity:
+    return Perplexity(context, tokens, windows, batch, **more)
 
 
 def bench(named: dict[str, Method], **more: Any) -> Bench:
@@ -116,7 +118,11 @@ def test_distance_from_full_by_hand(name: str) -> None:
     kl = np.sum(np.exp(full) * (full - other), axis=-1)
     assert kl[1:].min() > 1e-6, "this model does not notice the compression"
     assert value(rows, name, "kl") == pytest.approx(kl.mean(), rel=1e-4)
+    reverse = np.sum(np.exp(other) * (other - full), axis=-1)
+    assert value(rows, name, "kl_reverse") == pytest.approx(reverse.mean(), rel=1e-4)
     assert value(rows, name, "top1") == np.mean(full.argmax(-1) == other.argmax(-1))
+    fives = [(set(np.argsort(p)[-5:]), set(np.argsort(q)[-5:])) for p, q in zip(full, other, strict=True)]
+    assert value(rows, name, "top5") == pytest.approx(np.mean([len(p & q) / 5 for p, q in fives]))
     nll = -other[np.arange(TOKENS), ids[CONTEXT:].numpy()]
     assert value(rows, name, "nll") == pytest.approx(nll.mean(), abs=1e-5)
     assert value(rows, name, "nll_minus_full") == pytest.approx(
@@ -211,22 +217,77 @@ def test_tokens_are_stored_only_on_demand() -> None:
     assert "ids" not in finding.samples[0]
 
 
-def test_intervals_are_those_of_a_normal_mean_over_tokens() -> None:
-    rows = rows_of(perplexity(bench(methods("full")), settings(windows=4)))
-    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in window_offsets(len(TEXT), settings(windows=4))]
-    nll = np.concatenate([plain_nll(MODEL, ids, CONTEXT) for ids in windows])
-    low, high = stats.norm.interval(0.95, nll.mean(), stats.sem(nll))
+def test_intervals_draw_windows() -> None:
+    asked = settings(windows=12)
+    rows = rows_of(perplexity(bench(methods("full")), asked))
+    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in window_offsets(len(TEXT), asked)]
+    means = np.array([plain_nll(MODEL, ids, CONTEXT).mean() for ids in windows])
+    draw = np.random.default_rng(7)
+    drawn = means[draw.integers(0, 12, (4_000, 12))].mean(1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
     (row,) = (row for row in rows if row.metric == "nll")
-    assert (row.n, row.low, row.high) == (4 * TOKENS, pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
-    (row,) = (row for row in rows if row.metric == "ppl")
-    assert (row.low, row.high) == (pytest.approx(math.exp(low), rel=1e-3), pytest.approx(math.exp(high), rel=1e-3))
+    # BCa against plain percentiles: the same but for a shift of the skewness.
+    assert row.n == 12 * TOKENS
+    assert (row.low, row.high) == pytest.approx((low, high), abs=0.2 * (high - low))
+    assert row.note is not None and "bootstrap over 12 windows" in row.note
+    (ppl,) = (row for row in rows if row.metric == "ppl")
+    assert row.low is not None and row.high is not None
+    assert (ppl.low, ppl.high) == (pytest.approx(math.exp(row.low)), pytest.approx(math.exp(row.high)))
+
+
+def test_samples_that_got_worse_are_counted_and_the_worst_are_shown() -> None:
+    asked = settings(windows=12, batch=5)
+    (finding,) = perplexity(bench(methods("full", "random")), asked)
+    per_window = {m["method"]: [] for m in finding.samples[0]["methods"]}  # type: ignore[var-annotated, index]
+    for sample in finding.samples:
+        for m in sample["methods"]:
+            per_window[m["method"]].append(m["nll"])
+    differences = np.array(per_window["random"]) - np.array(per_window["full"])
+    assert value(finding.rows, "random", "worse_share") == np.mean(differences > 1e-4)
+    worst = np.sort(differences)[-2:].mean()  # of twelve
+    assert value(finding.rows, "random", "nll_minus_full_worst_decile") == pytest.approx(worst)
+    assert value(finding.rows, "full", "worse_share") == 0
+    assert value(finding.rows, "full", "nll_minus_full_worst_decile") == 0
+
+
+def test_nll_by_position() -> None:
+    asked = settings(windows=3, tokens=10, buckets=4)
+    rows = rows_of(perplexity(bench(methods("full", "h2o")), asked))
+    offsets = window_offsets(len(TEXT), asked)
+    nll = np.stack([plain_nll(MODEL, TEXT[o : o + asked.longest], CONTEXT) for o in offsets])
+    curve = {row.position: row for row in rows if row.metric == "nll_at" and row.method == "full"}
+    assert list(curve) == [CONTEXT, CONTEXT + 3, CONTEXT + 6, CONTEXT + 9]  # of width 3, the last of 1
+    for position, row in curve.items():
+        part = nll[:, position - CONTEXT : position - CONTEXT + 3]
+        assert (row.value, row.n) == (pytest.approx(part.mean(), abs=1e-4), part.size)
+    kl = [row for row in rows if row.metric == "kl_at" and row.method == "h2o"]
+    whole = sum(row.value * row.n for row in kl) / sum(row.n for row in kl)  # type: ignore[operator, misc]
+    assert whole == pytest.approx(value(rows, "h2o", "kl"))
+    assert value(rows, "h2o", "kl_at", position=CONTEXT) < value(rows, "h2o", "kl_at", position=CONTEXT + 3)
 
 
 def test_rows_say_how_they_were_measured() -> None:
     rows = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=2)))
     for row in rows:
-        assert (row.measure, row.context, row.batch, row.n, row.status) == ("perplexity", CONTEXT, 2, 2 * TOKENS, "ok")
-        assert row.note is not None and "2 windows of 40 + 10 tokens" in row.note and "BOS" in row.note
+        assert (row.measure, row.context, row.batch, row.status) == ("perplexity", CONTEXT, 2, "ok")
+        assert (row.protocol, row.stride) == ("prefill_decode", len(TEXT) - CONTEXT - TOKENS)
+    for metric in ("nll", "ppl", "kl", "kl_reverse", "top1", "top5", "nll_minus_full"):
+        for row in (row for row in rows if row.metric == metric):
+            assert row.n == 2 * TOKENS and row.low is not None and row.high is not None
+            assert row.note is not None and "2 windows of 40 + 10 tokens" in row.note and "no BOS" in row.note
+            assert "bootstrap over 10 blocks of 2 scored tokens" in row.note
+
+
+def test_better_than_full_beyond_the_interval_is_said() -> None:
+    """The text is what the model itself says, and the baseline a cache that loses its values."""
+    prompt = TEXT[None, :CONTEXT]
+    said = generate(MODEL, None, build_cache(MODEL, methods("full")["full"], prompt, TOKENS), TOKENS)
+    named = {"full": Method("full", Full(), Zeroed()), "real": Method("real", Full(), DenseStore())}
+    rows = rows_of(perplexity(bench_of(MODEL, named, torch.cat([prompt, said], dim=1)[0]), settings()))
+    notes = {row.method: row for row in rows if row.metric == "nll_minus_full"}
+    assert notes["real"].high is not None and notes["real"].high < 0
+    assert (notes["real"].note or "").startswith("better than full beyond the interval")
+    assert "better" not in (notes["full"].note or "")
 
 
 # failures

@@ -5,7 +5,6 @@ exact tokens of context, needle included, question not. A hit is the value itsel
 """
 
 import hashlib
-import math
 import random
 import re
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from kvbench.decode import generate
 from kvbench.errors import UserError
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
+from kvbench.measure.statistics import wilson
 from kvbench.rows import Row
 from kvbench.settings import Needle
 
@@ -167,14 +167,6 @@ def is_hit(answer: str, value: str) -> bool:
     """Whether the first number in the answer is the value: wording, or digits inside another number, do not count."""
     numbers = re.findall(r"\d+", answer)
     return bool(numbers) and numbers[0] == value
-
-
-def wilson(hits: int, n: int) -> tuple[float, float]:
-    """95% interval of a share (E. B. Wilson, 1927, JASA 22)."""
-    z = 1.959964
-    share, spread = hits / n, z * math.sqrt(hits / n * (1 - hits / n) / n + z * z / (4 * n * n))
-    middle, scale = share + z * z / (2 * n), 1 + z * z / n
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 def _rows(bench: Bench, entry: Entry, settings: Needle, length: int, prompts: list[Prompt],

@@ -3,60 +3,54 @@
 A window is C tokens of context and T scored tokens. The context runs once; each method compresses it, then the scored
 tokens are fed one at a time, each attending over what the method has kept. The first is scored from the prompt's last
 logits, which no method has touched yet. A single forward pass would never touch a compressed cache.
+
+Two other protocols: `stream` starts from an empty cache and is as long as one likes, in the memory that the methods
+keep; `chunked` feeds blocks, whose tokens see each other before the method decides: faster, and an approximation.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.account import held_bytes
-from kvbench.cache.build import AnyCache, PrefixCache, build_cache, prefill
-from kvbench.cache.forward import forward
+from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import EXACT_ANGLES
-from kvbench.decode import step
+from kvbench.errors import UserError
 from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.measure.scores import COMPARED, Scorer, Scores
+from kvbench.measure.statistics import (
+    WORSE,
+    bounds,
+    mean_interval,
+    units_of,
+    wilson,
+    worse,
+    worst_decile,
+    worst_decile_interval,
+)
 from kvbench.rows import Row
 from kvbench.settings import Perplexity
 
-PROTOCOL = "prefill_decode"
-
-
-@dataclass
-class Scores:
-    """Per scored token, one tensor [B, T] a batch of windows. kept, held (bytes), processed: one number a batch."""
-
-    nll: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    agrees: list[Tensor] = field(default_factory=list)
-    engaged: list[Tensor] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
-    held: list[float] = field(default_factory=list)
-    processed: list[int] = field(default_factory=list)
+PIECE = 64
+"""Tokens of a stream that one method scores before the next one's turn: the full cache's predictions of them wait."""
+UNITS = {"nll": "nats", "kl": "nats", "kl_reverse": "nats", "top1": "share", "top5": "share", "nll_minus_full": "nats"}
 
 
 def perplexity(bench: Bench, settings: Perplexity) -> Iterator[Finding]:
-    """One finding: rows nll, ppl, kl, top1, nll_minus_full, held_bytes (of a batch), engaged, kept_tokens a method."""
+    """One finding, a method: rows ppl, nll, kl, kl_reverse, top1, top5, nll_minus_full with its worst decile and share
+    of worse samples, nll_at and kl_at by position, held_bytes (of a batch), engaged, kept_tokens."""
     offsets = window_offsets(len(bench.tokens), settings)
     scores = {entry.label: Scores() for entry in bench.entries}
+    run = _stream if settings.protocol == "stream" else _after_prompt
     with bench.progress.phase("perplexity", settings.tokens * len(bench.entries) * len(offsets)) as advance:
         for start in range(0, len(offsets), settings.batch):
-            entries = bench.alive("perplexity")
             some = offsets[start : start + settings.batch]
             ids = torch.stack([bench.tokens[o : o + settings.longest] for o in some]).to(bench.loaded.device)
-            record: PrefillRecord | None = None
-            with bench.shared(entries, "perplexity", context=settings.context):
-                record = prefill(bench.loaded.model, ids[:, : settings.context], [e.method.rule for e in entries])
-            full: list[Tensor] = []
-            for entry in entries if record is not None else []:
-                with bench.cell(entry, "perplexity", context=settings.context):
-                    score_windows(bench, entry, record, ids[:, settings.context :], full, scores[entry.label])
-                advance(settings.tokens * len(some))
+            run(bench, settings, ids, scores, advance)
     done = bench.alive("perplexity")
     rows = [row for entry in done for row in _rows(entry, scores, bench, settings)]
     yield Finding(rows, _samples(done, scores, offsets, bench, settings))
@@ -70,100 +64,151 @@ def window_offsets(tokens: int, settings: Perplexity) -> list[int]:
     return [int(i * stride) for i in range(settings.windows)]
 
 
-@torch.inference_mode()
-def score_windows(bench: Bench, entry: Entry, record: PrefillRecord, targets: Tensor, full: list[Tensor],
-                  scores: Scores) -> None:  # fmt: skip
-    """Score targets [B, T] after the record's prompts.
+def check_stream(method: Method) -> None:
+    """Raise UserError for a method that needs a prompt, where a stream has none."""
+    rule, leave = method.rule, "leave it out, or type perplexity.protocol=prefill_decode"
+    if rule.needs_ids:
+        raise UserError(f"method={method.name} runs the whole prefix at every step, too much for a stream; {leave}")
+    if isinstance(rule.budget, float):
+        raise UserError(f"budget={rule.budget} is a share of the prompt and a stream has none; type budget=256")
+    if rule.budget is not None and not rule.holds_budget:
+        raise UserError(f"method={method.name} with decode=append cuts the prompt only and a stream has none; "
+                        f"type decode=evict, or {leave}")  # fmt: skip
+    if rule.observations() and not rule.reads_attention:
+        raise UserError(f"method={method.name} decides by what it observes of a prompt and a stream has none; {leave}")
 
-    full: log-probabilities [B, V] of the full cache at each step; the baseline fills it, the others compare with it.
-    Where the baseline has failed it is empty, and there is no kl and no agreement.
+
+def _after_prompt(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, Scores],
+                  advance: Callable[[int], None]) -> None:  # fmt: skip
+    """Each method in turn: its cache of the prompt, then all scored tokens."""
+    entries = bench.alive("perplexity")
+    record: PrefillRecord | None = None
+    with bench.shared(entries, "perplexity", context=settings.context):
+        record = prefill(bench.loaded.model, ids[:, : settings.context], [e.method.rule for e in entries])
+    full: list[Tensor] = []
+    for entry in entries if record is not None else []:
+        with bench.cell(entry, "perplexity", context=settings.context):
+            scorer = _scorer(bench, settings, entry, record, ids)
+            mine: list[Tensor] = []
+            scorer.score(settings.tokens, mine if entry.is_baseline else full)
+            scorer.close(scores[entry.label])
+            full += mine
+        advance(settings.tokens * len(ids))
+
+
+def _stream(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, Scores],
+            advance: Callable[[int], None]) -> None:  # fmt: skip
+    """All methods piece by piece, so that nothing grows with the length but what a method keeps.
+
+    A cache of one token, which attends to nothing but itself, is what decoding from an empty cache has after one step.
     """
-    model, length = bench.loaded.model, targets.shape[1]
-    cache = build_cache(model, entry.method, record, max_new_tokens=length, kernel=bench.kernel)
-    columns: dict[str, list[Tensor]] = {"nll": [], "kl": [], "agrees": [], "engaged": []}
-    mine: list[Tensor] = []
-    for t, (logits, engaged) in enumerate(_predictions(bench, cache, targets)):
-        log_p = logits.to(torch.float32).log_softmax(-1)
-        if entry.is_baseline:
-            mine.append(log_p)
-        target = targets[:, t : t + 1]
-        columns["nll"].append(-log_p.double().gather(-1, target).squeeze(-1))
-        reference = log_p if entry.is_baseline else full[t] if full else None
-        if reference is not None:
-            columns["kl"].append(divergence(reference, log_p))
-            columns["agrees"].append((reference.argmax(-1) == log_p.argmax(-1)).double())
-        columns["engaged"].append(torch.full_like(columns["nll"][-1], float(engaged)))
-    full.extend(mine)
-    for name, steps in columns.items():
-        if steps:
-            getattr(scores, name).append(torch.stack(steps, dim=1).cpu())
-    scores.kept.append(cache.kept_tokens)
-    scores.held.append(held_bytes(cache.buffers()).held)
-    scores.processed.append(cache.positions_processed)
+    entries = bench.alive("perplexity")
+    record: PrefillRecord | None = None
+    with bench.shared(entries, "perplexity", context=0):
+        record = prefill(bench.loaded.model, ids[:, :1], [entry.method.rule for entry in entries])
+    scorers: list[Scorer] = []
+    for entry in entries if record is not None else []:
+        with bench.cell(entry, "perplexity", context=0):
+            check_stream(entry.method)
+            scorers.append(_scorer(bench, settings, entry, record, ids))
+    for start in range(0, settings.tokens, PIECE):
+        count = min(PIECE, settings.tokens - start)
+        full: list[Tensor] = []
+        for scorer in list(scorers):
+            with bench.cell(scorer.entry, "perplexity", context=0):
+                scorer.score(count, full)
+            if bench.failed(scorer.entry, "perplexity"):
+                scorers.remove(scorer)
+                if scorer.entry.is_baseline:
+                    full.clear()
+            advance(count * len(ids))
+    for scorer in scorers:
+        scorer.close(scores[scorer.entry.label])
 
 
-def _predictions(bench: Bench, cache: AnyCache, targets: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """Logits [B, V] for each target in turn, and whether they were made after something had been compressed."""
-    model = bench.loaded.model
-    if isinstance(cache, PrefixCache):
-        # One forward over everything scores all targets; timing recompute is the latency measure's business.
-        ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
-        cache.positions_processed += ids.shape[1]
-        for logits in forward(model, ids, None, targets.shape[1]).unbind(1):
-            yield logits, False
-        return
-    yield cache.last_logits, False
-    for t in range(targets.shape[1] - 1):
-        engaged = cache.has_compressed
-        yield step(model, targets[:, t : t + 1], cache)[:, -1], engaged
+def _scorer(bench: Bench, settings: Perplexity, entry: Entry, record: PrefillRecord, ids: Tensor) -> Scorer:
+    cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=settings.tokens,
+                        max_step=min(settings.step, settings.tokens), kernel=bench.kernel)  # fmt: skip
+    return Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step)
 
 
-def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) in nats of log-probabilities [B, V]: float64 [B]."""
-    p, q = log_p.double(), log_q.double()
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perplexity) -> list[Row]:
+def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perplexity) -> Iterator[Row]:
     mine, full = scores[entry.label], scores.get(bench.baseline.label)
-    nll = torch.cat(mine.nll)
-    far = entry.method.rule.sinks_in_place > 0 and settings.longest - mine.kept[0] > EXACT_ANGLES
-    angles = f"; float32 angles beyond {EXACT_ANGLES} evicted tokens" if far else ""
+    columns = {name: mine.of(name) for name in ("nll", *COMPARED)}
+    nll, reference = columns["nll"], None if full is None or "nll" not in full.columns else full.of("nll")
+    assert nll is not None
+    if reference is not None and reference.shape == nll.shape:
+        columns["nll_minus_full"] = nll - reference
     base = replace(
-        entry.row, measure="perplexity", protocol=PROTOCOL, context=settings.context, n=nll.numel(),
-        batch=min(settings.batch, settings.windows),
-        note=f"{settings.windows} windows of {settings.context} + {settings.tokens} tokens, no BOS added" + angles,
+        entry.row, measure="perplexity", protocol=settings.name, n=nll.numel(),
+        context=0 if settings.protocol == "stream" else settings.context,
+        batch=min(settings.batch, settings.windows), stride=_stride(len(bench.tokens), settings),
+        note=_note(entry, mine, bench, settings),
     )  # fmt: skip
-    spread: dict[str, Tensor] = {"nll": nll}
-    if len(mine.kl) == len(mine.nll):
-        spread["kl"] = torch.cat(mine.kl)
-    if full is not None and len(full.nll) == len(mine.nll):
-        spread["nll_minus_full"] = nll - torch.cat(full.nll)
-    rows = [replace(base, metric="ppl", value=exp(float(nll.mean())), unit="", **_bounds(nll, exp))]
-    for metric, values in spread.items():
-        rows.append(replace(base, metric=metric, value=float(values.mean()), unit="nats", **_bounds(values)))
-    if len(mine.agrees) == len(mine.nll):
-        rows.append(replace(base, metric="top1", value=float(torch.cat(mine.agrees).mean()), unit="share"))
+    for metric, values in columns.items():
+        if values is not None:
+            yield from _mean_rows(base, metric, values, bench.seed)
+            if metric in ("nll", "kl") and settings.buckets > 1:
+                yield from _position_rows(base, metric, values, settings, bench.seed)
     for metric, value, unit in (
-        ("engaged", float(torch.cat(mine.engaged).mean()), "share"), ("held_bytes", mine.held[0], "bytes"),
+        ("engaged", float(torch.cat(mine.columns["engaged"]).mean()), "share"), ("held_bytes", mine.held[0], "bytes"),
         ("kept_tokens", sum(mine.kept) / len(mine.kept), "tokens"),
         ("positions_processed", sum(mine.processed) / len(mine.processed), "positions"),
     ):  # fmt: skip
-        rows.append(replace(base, metric=metric, value=value, unit=unit))
-    return rows
+        yield replace(base, metric=metric, value=value, unit=unit)
+
+
+def _note(entry: Entry, mine: Scores, bench: Bench, settings: Perplexity) -> str:
+    prompt = "an empty cache" if settings.protocol == "stream" else str(settings.context)
+    parts = [f"{settings.windows} windows of {prompt} + {settings.tokens} tokens, no BOS added"]
+    if settings.protocol == "chunked":
+        parts.append(f"approximate: blocks of {settings.chunk} tokens, evicted and quantised after each block only")
+    if entry.method.rule.sinks_in_place > 0 and settings.longest - mine.kept[0] > EXACT_ANGLES:
+        parts.append(f"float32 angles beyond {EXACT_ANGLES} evicted tokens")
+    limit = bench.loaded.max_positions
+    if limit is not None and settings.longest > limit:
+        parts.append(f"beyond the model's {limit} positions")
+    return "; ".join(parts)
+
+
+def _stride(tokens: int, settings: Perplexity) -> int | None:
+    offsets = window_offsets(tokens, settings)
+    return offsets[1] - offsets[0] if len(offsets) > 1 else None
+
+
+def _mean_rows(base: Row, metric: str, values: Tensor, seed: int) -> Iterator[Row]:
+    """The mean of values [W, T] with its interval, and what goes with it: ppl, or the samples that got worse."""
+    units = units_of(values.numpy())
+    mean, interval = units.mean, mean_interval(units, seed)
+    here = replace(base, note=f"{base.note}; {units.text}")
+    if metric == "nll":
+        yield replace(here, metric="ppl", value=exp(mean), unit="", **bounds(interval, exp))
+    better = metric == "nll_minus_full" and interval is not None and interval[1] < 0
+    yield replace(here, metric=metric, value=mean, unit=UNITS[metric], **bounds(interval),
+                  note=f"better than full beyond the interval; {here.note}" if better else here.note)  # fmt: skip
+    if metric != "nll_minus_full":
+        return
+    sample = "window" if units.of_windows else f"block of {units.length} scored tokens"
+    count, n = worse(units)
+    yield replace(base, metric="nll_minus_full_worst_decile", value=worst_decile(units), unit="nats", n=n,
+                  note=f"mean of the worst tenth; a sample is a {sample}", **bounds(worst_decile_interval(units, seed)))
+    yield replace(base, metric="worse_share", value=count / n, unit="share", n=n, **bounds(wilson(count, n)),
+                  note=f"samples more than {WORSE} nats above full; a sample is a {sample}")  # fmt: skip
+
+
+def _position_rows(base: Row, metric: str, values: Tensor, settings: Perplexity, seed: int) -> Iterator[Row]:
+    """The mean by position: `buckets` parts of the scored tokens, each at the position of its first one."""
+    width = math.ceil(settings.tokens / settings.buckets)
+    for start in range(0, settings.tokens, width):
+        units = units_of(values[:, start : start + width].numpy())
+        yield replace(base, metric=f"{metric}_at", position=settings.prompt + start, value=units.mean, unit="nats",
+                      n=int(units.counts.sum()), note=f"{width} positions from each on; {units.text}",
+                      **bounds(mean_interval(units, seed)))  # fmt: skip
 
 
 def exp(nats: float) -> float:
     """e ** nats; infinite where that is no float any more."""
     return math.inf if nats > 700 else math.exp(nats)
-
-
-def _bounds(values: Tensor, scale: Callable[[float], float] = float) -> dict[str, Any]:
-    """95% interval of the mean of values [W, T], on the scale of the row; tokens are taken as independent draws."""
-    if values.numel() < 2:
-        return {}
-    mean, reach = float(values.mean()), 1.959964 * float(values.std()) / math.sqrt(values.numel())
-    return {"low": scale(mean - reach), "high": scale(mean + reach)}
 
 
 def _samples(entries: list[Entry], scores: dict[str, Scores], offsets: list[int], bench: Bench,
@@ -172,12 +217,11 @@ def _samples(entries: list[Entry], scores: dict[str, Scores], offsets: list[int]
     for w, offset in enumerate(offsets):
         ids = bench.tokens[offset : offset + settings.longest].tolist()
         sample: dict[str, object] = {
-            "measure": "perplexity", "window": w, "offset": offset, "context": settings.context,
-            "tokens": settings.tokens, "sha256": token_hash(ids),
+            "measure": "perplexity", "protocol": settings.name, "window": w, "offset": offset,
+            "context": settings.longest - settings.tokens, "tokens": settings.tokens, "sha256": token_hash(ids),
             "methods": [
                 {"method": entry.row.method, "store": entry.row.store, "knobs": entry.knobs,
-                 "nll": _mean(scores[entry.label].nll, w), "kl": _mean(scores[entry.label].kl, w),
-                 "top1": _mean(scores[entry.label].agrees, w)}
+                 **{name: scores[entry.label].of_window(name, w) for name in ("nll", *COMPARED)}}
                 for entry in entries
             ],
         }  # fmt: skip
@@ -185,12 +229,6 @@ def _samples(entries: list[Entry], scores: dict[str, Scores], offsets: list[int]
             sample["ids"] = ids
         samples.append(sample)
     return samples
-
-
-def _mean(batches: list[Tensor], window: int) -> float | None:
-    """None where the full cache failed before this window, so that nothing could be compared with it."""
-    known = torch.cat(batches) if batches else torch.empty(0)
-    return float(known[window].mean()) if window < len(known) else None
 
 
 def token_hash(ids: list[int]) -> str:

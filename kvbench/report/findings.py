@@ -140,8 +140,8 @@ def _by_note(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for row in rows:
         # A note holds one or several remarks; each is told once, whatever it is joined with.
         for note in _first_line(row.note).split("; ") if row.note and row.status == "ok" else ():
-            # Uninformative cells are found from the baseline's hits, and said once.
-            if not note.startswith("uninformative"):
+            # These are found from the numbers, and said once.
+            if not note.startswith(("uninformative", "better than full")):
                 carriers.setdefault(note, []).append(row)
     return carriers
 

@@ -165,7 +165,7 @@ def test_bytes_read_a_step_are_the_weights_and_what_is_kept() -> None:
 
 @pytest.mark.parametrize("how", ["failed", "oom"])
 def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) -> None:
-    broken = {"breaks": Method("breaks", Breaks(12, how, CONTEXT + 4), DenseStore())}
+    broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 4), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
     rows = rows_of(latency(here, settings(contexts=[20, CONTEXT, 60])))
     for method in ("full", "h2o"):
@@ -181,7 +181,7 @@ def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) ->
 
 
 def test_a_method_that_breaks_while_its_cache_is_built() -> None:
-    broken = {"breaks": Method("breaks", Breaks(12, "failed", CONTEXT - 1), DenseStore())}
+    broken = {"breaks": Method("breaks", Breaks(12, how="failed", at=CONTEXT - 1), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
     rows = rows_of(latency(here, settings()))
     assert {row.method for row in rows} == {"full", "h2o"}

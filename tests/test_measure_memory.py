@@ -223,7 +223,7 @@ def test_what_a_first_call_allocates_is_not_the_first_methods(monkeypatch: pytes
 
 @pytest.mark.parametrize("how", ["failed", "oom"])
 def test_one_broken_method_leaves_the_others_whole(how: str) -> None:
-    broken = {"breaks": Method("breaks", Breaks(12, how, CONTEXT + 2), DenseStore())}
+    broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 2), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
     found = rows_of(memory(here, Memory([CONTEXT, 20], TOKENS)))
     done = {(row.method, row.context) for row in found}

@@ -261,7 +261,7 @@ def test_a_real_model_finds_the_needle_with_a_full_cache_and_not_without_it(
 def test_one_broken_method_leaves_the_others_whole(how: str) -> None:
     asked = settings(lengths=[LENGTH, 90])
     clean = rows_of(needle(bench(methods("full", "h2o")), asked))
-    broken = {"breaks": Method("breaks", Breaks(12, how, LENGTH - 1), DenseStore())}
+    broken = {"breaks": Method("breaks", Breaks(12, how=how, at=LENGTH - 1), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
     rows = rows_of(needle(here, asked))
     assert [row for row in rows if row.method != "breaks"] == clean
@@ -281,7 +281,7 @@ def _longest_question(seed: int) -> int:
 def test_a_baseline_that_broke_half_way_calls_nothing_uninformative() -> None:
     # It breaks after some answers have been written down: at a position that only longer questions reach.
     seed = next(s for s in range(100) if _first_question(s) < _longest_question(s))
-    broken = Breaks(12, "failed", LENGTH + _longest_question(seed) + ANSWER_TOKENS - 2)
+    broken = Breaks(12, how="failed", at=LENGTH + _longest_question(seed) + ANSWER_TOKENS - 2)
     here = bench({"full": Method("full", broken, DenseStore())} | methods("h2o"), seed=seed)
     rows = rows_of(needle(here, settings(samples=4)))
     assert {label for label, _ in here.failures} == {"full"}

@@ -296,7 +296,7 @@ def test_better_than_full_beyond_the_interval_is_said() -> None:
 @pytest.mark.parametrize(("how", "note"), [("failed", "RuntimeError: broken"), ("oom", "OutOfMemoryError: broken")])
 def test_one_broken_method_leaves_the_others_whole(how: str, note: str) -> None:
     clean = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=3, batch=1)))
-    broken = {"breaks": Method("breaks", Breaks(12, how, CONTEXT + 5), DenseStore())}
+    broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 5), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
     rows = rows_of(perplexity(here, settings(windows=3, batch=1)))
     assert rows == clean
@@ -308,7 +308,7 @@ def test_one_broken_method_leaves_the_others_whole(how: str, note: str) -> None:
 
 def test_without_a_baseline_there_is_an_nll_and_nothing_to_compare() -> None:
     clean = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=2, batch=1)))
-    named = {"full": Method("full", Breaks(12, "failed", CONTEXT + 5), DenseStore())} | methods("h2o")
+    named = {"full": Method("full", Breaks(12, how="failed", at=CONTEXT + 5), DenseStore())} | methods("h2o")
     here = bench(named, save_tokens=True)
     (finding,) = perplexity(here, settings(windows=2, batch=1))
     assert {label for label, _ in here.failures} == {"full"}

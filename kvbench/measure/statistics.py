@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -128,6 +127,8 @@ def _bootstrap(samples: tuple[Array, ...], statistic: Callable[..., Array], seed
         return None
     if all(np.ptp(sample) == 0 for sample in samples):
         return value, value
+    from scipy import stats  # seconds, and address space: only where something is drawn
+
     # Where every draw comes out the same, BCa is undefined and percentiles serve.
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
@@ -138,6 +139,8 @@ def _bootstrap(samples: tuple[Array, ...], statistic: Callable[..., Array], seed
 
 
 def _interval(samples: tuple[Array, ...], statistic: Callable[..., Array], seed: int, method: str) -> Interval:
+    from scipy import stats
+
     found = stats.bootstrap(
         samples, statistic, paired=len(samples) > 1, vectorized=True, n_resamples=RESAMPLES, batch=250,
         confidence_level=LEVEL, method=method, random_state=np.random.default_rng(seed),

@@ -17,7 +17,7 @@ from kvbench.check.both import BothKernels
 from kvbench.check.shadow import held_positions, look, shadow_of
 from kvbench.decode import step
 from kvbench.kernels import choose
-from kvbench.measure.perplexity import divergence
+from kvbench.measure.scores import divergence
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Largest KL divergence, in nats, between two ways to one result: rounding, in the model's dtype."""

@@ -106,12 +106,16 @@ def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
     kl: KL(full || method) in nats, kl_reverse: KL(method || full). top1: 1 where both expect the same token first.
     top5: share of the full cache's five likeliest tokens that are among the method's five.
     """
-    p, q = log_p.double(), log_q.double()
-    apart = p - q
     first, others = (x.topk(min(TOP, x.shape[-1]), dim=-1).indices for x in (log_p, log_q))
     return {
-        "kl": (p.exp() * apart).sum(-1),
-        "kl_reverse": -(q.exp() * apart).sum(-1),
+        "kl": divergence(log_p, log_q),
+        "kl_reverse": divergence(log_q, log_p),
         "top1": (log_p.argmax(-1) == log_q.argmax(-1)).double(),
         "top5": (first.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).double().mean(-1),
     }
+
+
+def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) in nats of log-probabilities [B, V]: float64 [B]."""
+    p, q = log_p.double(), log_q.double()
+    return (p.exp() * (p - q)).sum(-1)

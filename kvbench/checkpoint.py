@@ -12,6 +12,7 @@ from kvbench.convert import check_gguf, weights_files
 from kvbench.errors import UserError
 from kvbench.fetch import fetch_command, fetched_folder
 from kvbench.hub import hub_reachable
+from kvbench.shape import LAYOUTS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -37,6 +38,7 @@ class ModelSpec:
     # a transformers config with `model_type`, and `seed` for the weights
     random: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
+    mla: str | None = None  # absorbed | latent | expand, for models with multi-head latent attention
 
     @property
     def source(self) -> str:
@@ -83,11 +85,13 @@ def check_keys(given: dict[str, Any]) -> None:
     heads = given.get("kv_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise UserError(f"model.kv_heads={heads!r} must be a whole number of at least 1")
-    for key in ("name", "id", "path", "fetched", "revision", "dtype", "device", "note"):
+    for key in ("name", "id", "path", "fetched", "revision", "dtype", "device", "note", "mla"):
         if key in given:
             given[key] = str(given[key])
     if given.get("dtype", "auto") not in DTYPES:
         raise UserError(f"model.dtype={given['dtype']} is not known: choose from {', '.join(DTYPES)}")
+    if given.get("mla", LAYOUTS[0]) not in LAYOUTS:
+        raise UserError(f"model.mla={given['mla']} is not known: choose from {', '.join(LAYOUTS)}")
 
 
 def check_load_kwargs(given: dict[str, Any]) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvbench.checkpoint import ModelSpec, checkpoint, local_path, model_spec, one_line_errors
 from kvbench.convert import gguf_tokenizer, weights_fingerprint
 from kvbench.errors import UserError
-from kvbench.shape import ModelShape, refuse_unsupported, refuse_without_attention_interface, shape_of, with_kv_heads
+from kvbench.shape import (
+    ModelShape,
+    choose_mla_layout,
+    refuse_unsupported,
+    refuse_without_attention_interface,
+    shape_of,
+    with_kv_heads,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +72,7 @@ def describe(spec: ModelSpec) -> ModelShape:
     """
     config = load_config(spec)
     refuse_unsupported(config, spec.name)
+    choose_mla_layout(config, spec.mla, spec.name)
     if not has_own_code(spec, config):
         refuse_without_attention_interface(causal_class(config, spec), spec.name)
     return with_kv_heads(shape_of(config), spec.kv_heads, config, spec.name)
@@ -85,6 +93,7 @@ def load_model(spec: ModelSpec) -> LoadedModel:
     shape = describe(spec)
     model = random_model(spec, dtype, device) if spec.random else pretrained_model(spec, dtype, device)
     model.eval().requires_grad_(False)
+    choose_mla_layout(model.config, spec.mla, spec.name)
     if has_own_code(spec, model.config):  # its class is known only now
         refuse_without_attention_interface(type(model), spec.name)
     convert_kv_heads(model, shape)

@@ -107,8 +107,9 @@ def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: d
 
 
 def _weights(spec: ModelSpec, shape: ModelShape) -> str:
-    """What tells these weights from others: the revision, and the KV heads that it was converted to."""
-    return revision_of(spec) + (f" kv_heads={shape.kv_heads}" if shape.converted else "")
+    """What tells these weights from others: the revision, the KV heads that it was converted to, MLA's layout."""
+    layout = f" mla={shape.mla}" if shape.mla else ""
+    return revision_of(spec) + (f" kv_heads={shape.kv_heads}" if shape.converted else "") + layout
 
 
 def instantiate(config: MethodConfig) -> Method:
@@ -159,7 +160,8 @@ def check_methods(methods: list[Method], settings: dict[str, Any], shape: ModelS
     """Raise UserError where a store does not fit the heads, or a budget does not fit a measured prompt."""
     prompts = {length for setting in settings.values() for length in _prompts(setting)}
     for method in methods:
-        method.store.check(shape.head_dim, shape.head_dim)
+        method.check_combination(shape.mla)
+        method.store.check(shape.head_dim, shape.value_dim)
         if isinstance(scored := settings.get("perplexity"), Perplexity) and scored.protocol == "stream":
             check_stream(method)
         for prompt in sorted(prompts):
@@ -202,7 +204,8 @@ def _entries(
         knobs = {key: value for key, value in method_config.columns.items() if value is not None}
         # The column is the run's seed; a method of the list may have been given one of its own.
         own_seed = {"seed": knobs["seed"]} if knobs.get("seed", config.seed) != config.seed else {}
-        others = _json(method_config.others | own_seed)
+        layout = {"mla": loaded.mla} if loaded.mla else {}
+        others = _json(method_config.others | own_seed | layout)
         kernel = "sdpa" if method.rule.needs_ids else choose(loaded.device, loaded.dtype, config.kernel).name
         row = replace(base, method=method_config.name, store=method_config.store, kernel=kernel, knobs=others,
                       **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip

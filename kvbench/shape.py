@@ -11,12 +11,15 @@ from kvbench.errors import UserError
 SLIDING = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 
+LAYOUTS = ("absorbed", "latent", "expand")
+"""What is cached of multi-head latent attention, and how it is attended over; see `kvbench.cache.mla`."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
     """The facts that decide a cache's size.
 
-    Under MLA the cache holds latents: `kv_heads` is 1 and `head_dim` the latent's rank.
+    Under MLA the cache holds latents: `kv_heads` is 1 and `head_dim` the latent's rank, unless `mla` is expand.
     `converted_from` is the checkpoint's number of KV heads where `model.kv_heads` asked for another.
     `max_positions` is None where the config names no limit.
     `sliding_layers` counts the layers whose cache a window bounds already.
@@ -27,10 +30,12 @@ class ModelShape:
     converted_from: int | None
     query_heads: int
     head_dim: int
+    value_dim: int
     n_layers: int
     max_positions: int | None
     sliding_layers: int
     vocab_size: int
+    mla: str | None  # one of LAYOUTS; None for a model without latent attention
 
     @property
     def converted(self) -> bool:
@@ -51,17 +56,42 @@ class ModelShape:
         return "; ".join(said) or None
 
 
+def mla_layout(config: Any) -> str | None:
+    """How a model with multi-head latent attention is cached, None for others.
+
+    It stands on the config, where transformers keeps its own choice of attention; absorbed unless said otherwise.
+    """
+    if getattr(config, "kv_lora_rank", None) is None:
+        return None
+    return str(getattr(config, "mla_layout", LAYOUTS[0]))
+
+
+def choose_mla_layout(config: Any, layout: str | None, name: str) -> None:
+    """Write the layout that was asked for to the config. Raises UserError for a model without latent attention."""
+    if layout is None:
+        return
+    if mla_layout(config) is None:
+        raise UserError(
+            f"model.mla={layout} is for models with multi-head latent attention (DeepSeek V2, V3), and {name} has "
+            "none; leave model.mla out"
+        )
+    config.mla_layout = layout
+
+
 def shape_of(config: Any) -> ModelShape:
     """Read the shape from a transformers config of a decoder-only model."""
     query_heads: int = config.num_attention_heads
-    latent_rank = getattr(config, "kv_lora_rank", None)
+    latent_rank, mla = getattr(config, "kv_lora_rank", None), mla_layout(config)
     if latent_rank is not None:
-        kv_heads, head_dim = 1, latent_rank
+        kv_heads, head_dim, value_dim = 1, latent_rank, latent_rank
+        if mla == "expand":
+            kv_heads, head_dim = query_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+            value_dim = config.v_head_dim
     else:
         kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
         if getattr(config, "multi_query", False):  # GPTBigCode's way of saying one
             kv_heads = 1
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+        head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     kinds = layer_kinds(config)
     if any(kind in RECURRENT for kind in kinds):
         arch = "hybrid"
@@ -73,10 +103,12 @@ def shape_of(config: Any) -> ModelShape:
         converted_from=None,
         query_heads=query_heads,
         head_dim=head_dim,
+        value_dim=value_dim,
         n_layers=config.num_hidden_layers,
         max_positions=getattr(config, "max_position_embeddings", None),
         sliding_layers=sum(kind in SLIDING for kind in kinds),
         vocab_size=config.vocab_size,
+        mla=mla,
     )
 
 

@@ -31,6 +31,8 @@ class PerToken(Store):
     group_size: int = 32
     rotate: bool = False
 
+    holds_latents = True
+
     def __post_init__(self) -> None:
         check_groups("this store", self.group_size, self.k_bits, self.v_bits, widths=WIDTHS)
 

@@ -11,6 +11,7 @@ from typing import Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from kvbench.cache.mla import latents_handed_on
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring, causal_attention
 from kvbench.shape import refuse_without_attention_interface
@@ -85,6 +86,7 @@ def kvbench_attention(model: PreTrainedModel) -> Iterator[None]:
     refuse_without_attention_interface(type(model), type(model).__name__)
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield
+        with latents_handed_on(model):
+            yield
     finally:
         model.set_attn_implementation(before)

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.mla import Latents, LatentStore, check_store, latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
@@ -22,6 +23,7 @@ from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_b
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, choose
+from kvbench.shape import mla_layout
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class Method:
     rule: KeepRule
     store: Store
 
-    def check_combination(self) -> None:
-        """Raise UserError where the rule evicts during decode and the store cannot overwrite single slots."""
+    def check_combination(self, mla: str | None = None) -> None:
+        """Raise UserError where the rule evicts during decode and the store cannot overwrite single slots, or where the
+        store does not take the model's layout of latent attention, `mla`."""
+        check_store(self.store, mla)
         if self.rule.budget is not None and self.rule.holds_budget and not self.store.writable:
             raise UserError(
                 f"method={self.name} evicts single tokens during decode, and {type(self.store).__name__} can only "
@@ -129,7 +133,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
     check_ids(ids)
     observations = [observation for rule in rules for observation in rule.observations()]
     rotations = _rotations(model, any(observation.before_rotation for observation in observations), BEFORE)
-    cache = record_cache(observations, rotations)
+    cache = record_cache(observations, rotations, latents_of(model))
     with kvbench_attention(model):
         started = clock(ids.device)
         logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
@@ -165,12 +169,14 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         raise UserError(f"the record lacks {missing} for {method.rule.name}; type prefill(model, ids, [method.rule])")
     if method.rule.needs_ids:
         return PrefixCache(record.ids.clone(), record.logits.clone())
-    method.check_combination()
+    method.check_combination(mla_layout(model.config))
+    latents = latents_of(model)
     decode = choose(record.ids.device, record.layers[0].key.dtype, kernel)  # before the clock starts: it may compile
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
-    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode)
+    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode,
+                           None if latents is None else latents[layer.index])
               for layer in record.layers]  # fmt: skip
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
@@ -191,11 +197,14 @@ def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[Rotat
 
 
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
-                 max_new_tokens: int, step: int, kernel: Kernel = REFERENCE) -> SlotLayer:  # fmt: skip
+                 max_new_tokens: int, step: int, kernel: Kernel = REFERENCE,
+                 latents: Latents | None = None) -> SlotLayer:  # fmt: skip
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
     store = method.store if window is None else DenseStore()
+    if latents is not None and latents.layout != "expand":
+        store = LatentStore(store, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])
     budget = rule.layer_tokens(prompt, record.index, layer_count)
     scores = rule.initial_scores(record)
@@ -217,7 +226,7 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     held_scores = None if scores is None or held is None else torch.zeros(lead, device=shape.device)
     rotation = rotations[record.index] if window is None else None
     layer = SlotLayer(record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation,
-                      kernel)  # fmt: skip
+                      kernel, latents)  # fmt: skip
     layer.fill(
         _rows(record.key, kept), _rows(record.value, kept), kept.to(torch.int32),
         None if scores is None else scores.gather(-1, kept), prompt,

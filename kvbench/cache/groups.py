@@ -36,7 +36,7 @@ class Groups:
         if self.axis == "token":
             groups = rows.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
         else:
-            groups = rows.unflatten(-1, (-1, self.group_size))
+            groups = rows.unflatten(-1, (rows.shape[-1] // self.group_size, self.group_size))
         codes, scale, minimum = quantise(groups, self.bits)
         return pack(codes, self.bits), scale, minimum
 

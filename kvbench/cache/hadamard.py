@@ -13,6 +13,8 @@ def hadamard(x: Tensor) -> Tensor:
     input; the result has the input's dtype.
     """
     size = x.shape[-1] & -x.shape[-1]
+    if size == 0:  # a head without channels
+        return x
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     blocks = exact.unflatten(-1, (-1, size)) @ _matrix(size, exact.dtype, exact.device)
     turned: Tensor = blocks.flatten(-2).to(x.dtype)

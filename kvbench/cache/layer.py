@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvbench.cache.mla import Latents
 from kvbench.cache.rotary import RotateBack
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, lowest
 from kvbench.cache.store import Buffer, Slots
@@ -32,11 +33,12 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, index: int, slots: Slots, rule: KeepRule, budget: int | None, position: Tensor,
-                 scores: Tensor | None, step: int, rotate_back: RotateBack | None, kernel: Kernel) -> None:  # fmt: skip
+                 scores: Tensor | None, step: int, rotate_back: RotateBack | None, kernel: Kernel,
+                 latents: Latents | None = None) -> None:  # fmt: skip
         super().__init__()
         self.index, self.slots, self.rule, self.budget = index, slots, rule, budget
         self.position, self.scores, self.step, self.rotate_back = position, scores, step, rotate_back
-        self.kernel = kernel
+        self.kernel, self.latents = kernel, latents
         width = 0 if budget is None else step
         self.free = torch.zeros(*position.shape[:2], width, dtype=torch.int64, device=position.device)
         self.n_free = self.kept = self.seen = self.evicted = 0
@@ -71,6 +73,8 @@ class SlotLayer(CacheLayerMixin):
 
         Raises CacheFull where they exceed what the cache was built for; nothing has changed then.
         """
+        if self.latents is not None:
+            key, value = self.latents.entries(key, value)
         q = key.shape[2]
         self.check_room(q)
         reused = min(q, self.n_free)
@@ -124,7 +128,9 @@ class SlotLayer(CacheLayerMixin):
         )
         if self.scores is not None and probabilities is not None and reads:
             used = self.scores[..., : self.slots.length]
-            used.copy_(self.rule.updated_scores(used, probabilities))
+            # Heads made of shared latents have keys of their own; the decision is one for all.
+            shared = probabilities.flatten(1, 2).unflatten(1, (used.shape[1], -1))
+            used.copy_(self.rule.updated_scores(used, shared))
         self._evict()
         self.slots.settle()
         return self.slots.turn_back(output)

@@ -1,13 +1,14 @@
 """The record of one prefill: what every method's cache is built from."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvbench.cache.mla import Latents
 from kvbench.cache.observe import Observation
 from kvbench.cache.rotary import RotateBack
 from kvbench.kernels.prefill import Scoring, causal_attention
@@ -35,6 +36,12 @@ class LayerRecord:
             raise RuntimeError("no observation asked for queries before their rotation")
         return self.rotation.by_mean(self.key, first, count)
 
+    @property
+    def token_numbers(self) -> int:
+        """Numbers that a token of a row takes: with latent attention the value is a part of the key."""
+        shared = self.key.untyped_storage().data_ptr() == self.value.untyped_storage().data_ptr()
+        return self.key.shape[1] * (self.key.shape[-1] + (0 if shared else self.value.shape[-1]))
+
 
 @dataclass
 class PrefillRecord:
@@ -56,13 +63,17 @@ class PrefillRecord:
 
 
 class RecordLayer(CacheLayerMixin):
-    """A cache layer that keeps a prompt's keys and values as they come, and attends exactly."""
+    """A cache layer that keeps a prompt's keys and values as they come, and attends exactly.
+
+    latents: where the model has multi-head latent attention, what turns its latents into what is recorded.
+    """
 
     is_sliding = False
 
-    def __init__(self, index: int, observations: Iterable[Observation], rotation: RotateBack | None) -> None:
+    def __init__(self, index: int, observations: Iterable[Observation], rotation: RotateBack | None,
+                 latents: Latents | None = None) -> None:  # fmt: skip
         super().__init__()
-        self.index = index
+        self.index, self.latents = index, latents
         self.rotation = rotation
         self.wanted = tuple(observations)
         self.observe_ms = dict.fromkeys(self.wanted, 0.0)
@@ -75,6 +86,8 @@ class RecordLayer(CacheLayerMixin):
         """Take a whole prompt, [B, Hkv, T, D] and [B, Hkv, T, Dv]."""
         if self.is_initialized:
             raise RuntimeError("a prefill record takes its prompt in one forward")
+        if self.latents is not None:
+            key, value = self.latents.entries(key, value)
         self.keys, self.values, self.is_initialized = key, value, True
         return self, value
 
@@ -86,8 +99,11 @@ class RecordLayer(CacheLayerMixin):
         # A layer with a window of its own is bounded already and no rule decides there.
         for observation in self.wanted if scoring.window is None else ():
             started = clock(query.device)
-            self.record.observed[observation] = observation.compute(query, self.keys, scoring, self.rotation)
+            seen = query if self.latents is None else self.latents.absorb(query)
+            self.record.observed[observation] = observation.compute(seen, self.keys, scoring, self.rotation)
             self.observe_ms[observation] += 1e3 * (clock(query.device) - started)
+        if self.latents is not None:
+            return causal_attention(query, *self.latents.heads(self.keys, self.values), scoring)
         return causal_attention(query, self.keys, self.values, scoring)
 
     def get_seq_length(self) -> int:
@@ -100,10 +116,13 @@ class RecordLayer(CacheLayerMixin):
         return -1
 
 
-def record_cache(observations: Iterable[Observation], rotations: Iterable[RotateBack | None]) -> Cache:
+def record_cache(observations: Iterable[Observation], rotations: Sequence[RotateBack | None],
+                 latents: Sequence[Latents] | None = None) -> Cache:  # fmt: skip
     """A cache of `RecordLayer`s, one for each of `rotations`."""
     wanted = tuple(dict.fromkeys(observations))
-    return Cache(layers=[RecordLayer(i, wanted, rotation) for i, rotation in enumerate(rotations)])
+    ways: Sequence[Latents | None] = [None] * len(rotations) if latents is None else latents
+    return Cache(layers=[RecordLayer(i, wanted, rotation, way)
+                         for i, (rotation, way) in enumerate(zip(rotations, ways, strict=True))])  # fmt: skip
 
 
 def clock(device: torch.device) -> float:

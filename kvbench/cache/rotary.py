@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.errors import UserError
+from kvbench.shape import mla_layout
 
 UNMOVABLE = ("dynamic", "longrope")
 """Frequencies that change with the length, so that a rotation cannot be taken back."""
@@ -73,6 +74,8 @@ def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> Rotate
     """
     embed = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
     family = type(model).__name__
+    if mla_layout(model.config) is not None:
+        raise UserError(f"{family} rotates a part of each query, and one key for all heads: {instead}")
     if embed is None:
         raise UserError(f"{family} has no rotary embedding: {instead}")
     apply = getattr(sys.modules[type(embed).__module__], "apply_rotary_pos_emb", None)

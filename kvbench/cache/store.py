@@ -92,6 +92,8 @@ class Store:
 
     writable: ClassVar[bool] = True
     """Whether single slots can be overwritten, so that keep rules may evict during decode."""
+    holds_latents: ClassVar[bool] = False
+    """Whether it can hold MLA's latents: keys within a token, and values of no channels at all."""
 
     def check(self, key_dim: int, value_dim: int) -> None:
         """Raise UserError where heads of these sizes cannot be held."""
@@ -144,6 +146,8 @@ class DenseStore(Store):
     """Keys and values as the model made them, or rounded to a 16-bit `dtype` ("float16", "bfloat16")."""
 
     dtype: Literal["float16", "bfloat16"] | None = None
+
+    holds_latents = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float16", "bfloat16"):

@@ -54,7 +54,7 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
         record = prefill(model, ids[:, :context], [entry.method.rule])
         cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
     itemsize = record.layers[0].key.element_size()
-    numbers = sum(layer.key[:, :, :1].numel() + layer.value[:, :, :1].numel() for layer in record.layers)
+    numbers = sum(layer.token_numbers for layer in record.layers)
     del record
     with peak(device) as decode_peak:
         for t in range(tokens):

@@ -1,10 +1,11 @@
 """The names of the config as Python objects, for prompts of your own."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from kvbench.cache.build import Method
 from kvbench.config import entry_overrides, method_config
@@ -18,7 +19,8 @@ def load_method(entry: str, **knobs: Any) -> Method:
 
     Raises UserError for knobs that it refuses; Hydra's errors for unknown names pass through.
     """
-    return instantiate(method_config(_composed([*entry_overrides(entry), *_overrides(knobs)])))
+    with _hydra():
+        return instantiate(method_config(compose("config", [*entry_overrides(entry), *_overrides(knobs)])))
 
 
 def load_model(name: str = "smollm2-135m", **settings: Any) -> LoadedModel:
@@ -26,7 +28,8 @@ def load_model(name: str = "smollm2-135m", **settings: Any) -> LoadedModel:
 
     Raises UserError for what is missing, damaged or unsupported.
     """
-    config = _composed([f"model={name}", *(f"model.{override}" for override in _overrides(settings))])
+    with _hydra():
+        config = compose("config", [f"model={name}", *(f"model.{override}" for override in _overrides(settings))])
     node = OmegaConf.to_container(config.model, resolve=True)
     if not isinstance(node, dict):
         raise TypeError("the model node is no mapping")
@@ -37,8 +40,8 @@ def _overrides(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items() if value is not None]
 
 
-def _composed(overrides: list[str]) -> DictConfig:
+def _hydra() -> AbstractContextManager[None]:
+    """A block in which configs can be composed, within a run of Hydra or outside."""
     if GlobalHydra.instance().is_initialized():
-        return compose("config", overrides)
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        return compose("config", overrides)
+        return nullcontext()
+    return initialize_config_module("kvbench.conf", version_base="1.3")

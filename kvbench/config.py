@@ -18,7 +18,7 @@ from kvbench.errors import UserError
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
 
-OTHER_KNOBS = ("decode", "pool", "k_axis", "v_axis")
+OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis")
 """Root keys likewise, kept in the row's `knobs`."""
 
 GROUPS = ("method", "store", "model", "data")
@@ -146,12 +146,17 @@ def method_config(config: DictConfig) -> MethodConfig:
     rule, slots = config.method.rule, config.store.slots
     columns: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for node in (rule, slots):
+    nodes = [rule, slots]
+    if (inner := rule.get("inner")) is not None:
+        others["inner"] = inner
+        rule.inner = _inner_rule(name, inner)
+        nodes.append(rule.inner)
+    for node in nodes:
         resolved = OmegaConf.to_container(node, resolve=True)
         assert isinstance(resolved, dict)
         for key, raw in (OmegaConf.to_container(node, resolve=False) or {}).items():  # type: ignore[union-attr]
             knob = next(iter(re.findall(r"\$\{(\w+)\}", str(raw))), None)
-            if key == "_target_":
+            if key in ("_target_", "inner"):
                 continue
             target, at = (columns, knob) if knob in KNOBS else (others, str(key))
             target[str(at)] = resolved[key]
@@ -161,6 +166,15 @@ def method_config(config: DictConfig) -> MethodConfig:
         same = columns["k_bits"] == columns.get("v_bits")
         columns["bits"] = columns["k_bits"] if same else None
     return MethodConfig(name, store, _plain(rule), _plain(slots), columns, others)
+
+
+def _inner_rule(wrapper: str, name: Any) -> DictConfig:
+    """The rule of the method of that name, to be wrapped: its node, which reads the run's own knobs."""
+    found = compose("config", [f"method={name}"]).method
+    if "fixed" in found or "inner" in found.rule:
+        raise UserError(f"inner={name} is no plain keep rule and cannot go into {wrapper}; type inner=snapkv")
+    rule: DictConfig = found.rule
+    return rule
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:

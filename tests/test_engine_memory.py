@@ -12,6 +12,7 @@ from kvbench.cache.layer import CacheFull
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import Buffer, DenseStore, Store
 from kvbench.decode import step
+from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -95,6 +96,7 @@ METHODS: dict[str, tuple[KeepRule, Store]] = {
     "streaming_llm": (StreamingLLM(budget=16), DENSE),
     "kivi4": (Full(), Kivi(4, 4, 8, 16)),
     "h2o-int4": (H2O(budget=16), PerToken(4, 4, 8)),
+    "adakv-int4": (AdaKV(16, inner=H2O(budget=16)), PerToken(4, 4, 8)),
 }
 
 

@@ -17,9 +17,10 @@ from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.mla import Latents, LatentStore, check_store, latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
+from kvbench.cache.ragged import RaggedLayer, ragged_layer
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
-from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best
+from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, choose
@@ -35,14 +36,26 @@ class Method:
     store: Store
 
     def check_combination(self, mla: str | None = None) -> None:
-        """Raise UserError where the rule evicts during decode and the store cannot overwrite single slots, or where the
-        store does not take the model's layout of latent attention, `mla`."""
+        """Raise UserError where the rule evicts during decode, or has heads of different lengths, and the store cannot
+        overwrite single slots, or where the store does not take the model's layout of latent attention, `mla`."""
         check_store(self.store, mla)
+        if self.rule.ragged_heads and mla is not None:
+            raise UserError(f"method={self.name} moves budget between KV heads, and latent attention has but one; "
+                            "choose method=snapkv or another rule")  # fmt: skip
+        if self.rule.ragged_heads and not (self.store.writable and self.store.poolable):
+            raise UserError(
+                f"method={self.name} gives heads different lengths in blocks of a pool, which "
+                f"{type(self.store).__name__} cannot be held in; choose store=dense, int8, int4, int2 or rot4"
+            )
         if self.rule.budget is not None and self.rule.holds_budget and not self.store.writable:
             raise UserError(
                 f"method={self.name} evicts single tokens during decode, and {type(self.store).__name__} can only "
                 f"append; choose a store with single slots (store=dense, int8, int4, int2)"
             )
+
+
+Layer = SlotLayer | RaggedLayer
+"""A layer's cache: all heads keep equally many tokens, or each its own number."""
 
 
 class KVCache(Cache):
@@ -52,9 +65,9 @@ class KVCache(Cache):
     were run through the model for this cache, the prompt's first. compress_ms: wall time of building it.
     """
 
-    layers: list[SlotLayer]
+    layers: list[Layer]
 
-    def __init__(self, layers: list[SlotLayer], last_logits: Tensor, prompt_tokens: int) -> None:
+    def __init__(self, layers: list[Layer], last_logits: Tensor, prompt_tokens: int) -> None:
         super().__init__(layers=layers)
         self.last_logits = last_logits
         self.prompt_tokens = prompt_tokens
@@ -72,7 +85,7 @@ class KVCache(Cache):
         return any(layer.has_compressed for layer in self.compressible)
 
     @property
-    def compressible(self) -> list[SlotLayer]:
+    def compressible(self) -> list[Layer]:
         """The layers that the method applies to; sliding-window layers of the model are bounded already."""
         return [layer for layer in self.layers if not isinstance(layer.rule, SlidingWindow)]
 
@@ -198,7 +211,7 @@ def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[Rotat
 
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
                  max_new_tokens: int, step: int, kernel: Kernel = REFERENCE,
-                 latents: Latents | None = None) -> SlotLayer:  # fmt: skip
+                 latents: Latents | None = None) -> Layer:  # fmt: skip
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
@@ -208,7 +221,11 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     store.check(record.key.shape[-1], record.value.shape[-1])
     budget = rule.layer_tokens(prompt, record.index, layer_count)
     scores = rule.initial_scores(record)
-    kept = _select(rule, scores, record, budget)
+    worth = _worth(rule, scores, record, budget)
+    if worth is not None and budget is not None and (share := rule.head_tokens(worth, budget)) is not None:
+        return ragged_layer(record, rule, store, budget, keep_best_of_heads(worth, share), scores,
+                            max_new_tokens, step, kernel)  # fmt: skip
+    kept = _positions(record) if worth is None or budget is None else keep_best(worth, budget)
     held = budget if rule.holds_budget else None
     planned = kept.shape[2] + max_new_tokens
     shape = SlotShape(
@@ -234,14 +251,19 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     return layer
 
 
-def _select(rule: KeepRule, scores: Tensor | None, record: LayerRecord, budget: int | None) -> Tensor:
-    """Positions that stay after the prompt, ascending: int64 [B, Hkv, n]."""
-    batch, heads, prompt, _ = record.key.shape
-    position = torch.arange(prompt, device=record.key.device).expand(batch, heads, prompt)
+def _worth(rule: KeepRule, scores: Tensor | None, record: LayerRecord, budget: int | None) -> Tensor | None:
+    """Priorities of the prompt's tokens, [B, Hkv, T]; None where all of them stay."""
+    prompt = record.key.shape[2]
     if budget is None or budget >= prompt:
-        return position
+        return None
     known = NO_SCORES if scores is None else scores
-    return keep_best(rule.priority(known, position, prompt - 1, budget, record.index), budget)
+    return rule.priority(known, _positions(record), prompt - 1, budget, record.index)
+
+
+def _positions(record: LayerRecord) -> Tensor:
+    """Positions of the prompt's tokens, ascending: int64 [B, Hkv, T]."""
+    prompt: Tensor = torch.arange(record.key.shape[2], device=record.key.device)
+    return prompt.expand(record.key.shape[:3])
 
 
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class KeepRule:
     """What `decode` may be: a rule whose scores only a whole prompt can give has nothing to evict by later."""
     reads_attention: ClassVar[bool] = False
     """Whether `updated_scores` wants each step's probabilities."""
+    ragged_heads: ClassVar[bool] = False
+    """Whether the heads of a layer may keep different numbers of tokens; see `head_tokens`."""
 
     def __post_init__(self) -> None:
         if self.decode not in self.decodes:
@@ -115,6 +117,11 @@ class KeepRule:
         """The budget of one layer; the same in all unless a rule moves budget between them."""
         return self.tokens(prompt)
 
+    def head_tokens(self, priority: Tensor, budget: int) -> Tensor | None:
+        """How many of a prompt's tokens each head keeps, `budget` on average: int64 [B, Hkv] from priority [B, Hkv, T]
+        with T > budget; None: `budget` in all. No more than T, and no fewer than priorities of `KEEP`."""
+        return None
+
     def observations(self) -> tuple[Observation, ...]:
         """What the rule wants recorded during prefill."""
         return ()
@@ -169,6 +176,12 @@ def keep_best(priority: Tensor, count: int) -> Tensor:
     """
     order = priority.sort(dim=-1, stable=True).indices
     return order[..., priority.shape[-1] - count :].sort(-1).values
+
+
+def keep_best_of_heads(priority: Tensor, count: Tensor) -> Tensor:
+    """The highest priorities of each head, count [B, Hkv] of them: bool [B, Hkv, T]. Ties as in `keep_best`."""
+    rank = priority.sort(dim=-1, stable=True).indices.argsort(-1)
+    return rank >= priority.shape[-1] - count.unsqueeze(-1)
 
 
 def lowest(priority: Tensor, position: Tensor, count: int) -> Tensor:

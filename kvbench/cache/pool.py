@@ -1,0 +1,85 @@
+"""A layer's memory in blocks of a few slots, which heads of different lengths, or several sequences, share."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.kernels.parts import Dense, Packed, Paged, Part, take
+
+BLOCK_SIZE = 16
+"""Slots of a block."""
+
+ZEROS = 4096
+"""Rows that are cleared at once: the whole of a large pool at once would show in the peak."""
+
+
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // block_size)
+
+
+class Pool:
+    """`blocks` blocks of one layer's keys and values, held as a store holds them.
+
+    slots: the store's own memory for one batch row of blocks * block_size tokens. Its heads are the layer's where a
+    block holds the same slots of all KV heads, or one, where a block may belong to any head of any row.
+    """
+
+    def __init__(self, store: Store, shape: SlotShape, heads: int, blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.heads, self.blocks, self.block_size = heads, blocks, block_size
+        self.slots: Slots = store.allocate(pool_shape(shape, heads, blocks, block_size))
+        zero = torch.zeros((), dtype=shape.dtype, device=shape.device)
+        for first in range(0, self.rows, ZEROS):  # what a head does not have is read as well, and masked: no NaN there
+            lead = 1, heads, min(ZEROS, self.rows - first)
+            self.slots.append(zero.expand(*lead, shape.key_dim), zero.expand(*lead, shape.value_dim))
+
+    @property
+    def rows(self) -> int:
+        """Slots in all."""
+        return self.blocks * self.block_size
+
+    def rows_of(self, table: Tensor, slot: Tensor) -> Tensor:
+        """The pool's rows that hold the slots [B, Hkv, q], of blocks table [B, 1 or Hkv, n]: int64 [B, Hkv, q]."""
+        block = take(table, slot // self.block_size)
+        return block.long() * self.block_size + slot % self.block_size
+
+    def write(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put tokens [B, Hkv, q, D] and [B, Hkv, q, Dv] into the rows [B, Hkv, q]."""
+        self.slots.overwrite(*(_as_one_row(x, self.heads) for x in (rows, key, value)))
+
+    def copy(self, source: int, target: int) -> None:
+        """Block `target` becomes a copy of block `source`, as it is held."""
+        n = self.block_size
+        for _, tensor, _ in self.slots.buffers(0):
+            tensor[:, :, target * n : (target + 1) * n] = tensor[:, :, source * n : (source + 1) * n]
+
+    def parts(self, table: Tensor, lengths: Tensor | None, length: int) -> tuple[list[Paged], list[Paged]]:
+        """Keys and values of the blocks in `table`, as kernels read them; see `Paged`."""
+        keys, values = (_rows_of_all(side[0]) for side in (self.slots.key_parts(), self.slots.value_parts()))
+        return ([Paged(keys, table, lengths, length, self.block_size)],
+                [Paged(values, table, lengths, length, self.block_size)])  # fmt: skip
+
+    def buffers(self, kept: int) -> Iterator[Buffer]:
+        """The store's tensors, with the share in use when `kept` rows hold tokens."""
+        return self.slots.buffers(kept)
+
+
+def pool_shape(shape: SlotShape, heads: int, blocks: int, block_size: int = BLOCK_SIZE) -> SlotShape:
+    """What a store allocates for a pool of that many blocks."""
+    return replace(shape, batch=1, kv_heads=heads, slots=blocks * block_size)
+
+
+def _rows_of_all(part: Part) -> Dense | Packed:
+    if not isinstance(part, Dense | Packed):
+        raise TypeError(f"{type(part).__name__} rows cannot be blocks of a pool")
+    return part
+
+
+def _as_one_row(x: Tensor, heads: int) -> Tensor:
+    """[B, Hkv, q, ...] -> [1, heads, n, ...]: rows of the pool one after another."""
+    if heads == 1:
+        return x.reshape(1, 1, -1, *x.shape[3:])
+    return x.transpose(0, 1).reshape(1, heads, -1, *x.shape[3:])

@@ -1,0 +1,79 @@
+"""AdaKV: budget moves between the heads of a layer."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.observe import Observation
+from kvbench.cache.record import LayerRecord
+from kvbench.cache.rule import KEEP, KeepRule, keep_best_of_heads
+from kvbench.errors import UserError
+
+
+@dataclass(frozen=True)
+class AdaKV(KeepRule):
+    """Another rule's choice with budgets by head (Feng et al., 2024, arXiv:2407.11550).
+
+    With B the budget of a layer: each KV head keeps its best floor(`floor` * B) tokens; the rest of Hkv * B goes to
+    the best over all heads of the layer, by the inner rule's scores. Ties give up the older token, of one position
+    the lower head's. The shares are settled at the end of the prompt; where decode evicts, each head holds its own.
+    A prompt that fits the budget leaves all heads B. Memory follows: heads hold blocks of a pool, as many as needed.
+    """
+
+    inner: KeepRule = field(kw_only=True)
+    floor: float = 0.2
+
+    reads_attention = True
+    ragged_heads = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner.budget != self.budget:
+            found = "takes none" if self.inner.budget is None else f"has another, {self.inner.budget}"
+            raise UserError(f"AdaKV moves its budget={self.budget} between the heads of a rule, and {self.inner.name} "
+                            f"{found}; type inner=snapkv, for example")  # fmt: skip
+        if not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
+            raise UserError(f"floor={self.floor} for AdaKV; type a share from 0 to 1 (the paper's is 0.2)")
+        if self.inner.sinks_in_place:
+            raise UserError(f"AdaKV with {self.inner.name}: heads that have evicted differently have no common "
+                            "positions inside the cache; type variant=absolute")  # fmt: skip
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.inner.smallest_budget
+
+    @property
+    def fixed_part(self) -> str:
+        return self.inner.fixed_part
+
+    @property
+    def holds_budget(self) -> bool:
+        return self.inner.holds_budget
+
+    def head_tokens(self, priority: Tensor, budget: int) -> Tensor:
+        batch, heads, prompt = priority.shape
+        own = torch.full((batch, heads), int(Fraction(str(self.floor)) * budget), device=priority.device)
+        worth = priority.masked_fill(keep_best_of_heads(priority, own), KEEP)
+        order = worth.transpose(1, 2).flatten(1).sort(dim=-1, stable=True).indices  # by position, then by head
+        best = order[:, heads * (prompt - budget) :] % heads
+        return torch.zeros_like(own).scatter_add_(1, best, torch.ones_like(best))
+
+    def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
+        return self.inner.layer_tokens(prompt, layer, n_layers)
+
+    def observations(self) -> tuple[Observation, ...]:
+        return self.inner.observations()
+
+    def initial_scores(self, record: LayerRecord) -> Tensor | None:
+        return self.inner.initial_scores(record)
+
+    def fresh_scores(self, key: Tensor) -> Tensor | float:
+        return self.inner.fresh_scores(key)
+
+    def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
+        return self.inner.updated_scores(scores, probabilities)
+
+    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+        return self.inner.priority(scores, position, newest, budget, layer)

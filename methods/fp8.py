@@ -40,9 +40,12 @@ class Fp8Slots(Slots):
         self.key_scale, self.value_scale = (torch.ones(*lead, 1, 1, device=shape.device) for _ in range(2))
 
     def fill(self, key: Tensor, value: Tensor) -> None:
+        self.fit(key, value)
+        self.append(key, value)
+
+    def fit(self, key: Tensor, value: Tensor) -> None:
         self.key_scale.copy_(scale_of(key))
         self.value_scale.copy_(scale_of(value))
-        self.append(key, value)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         stop = self.length + key.shape[2]

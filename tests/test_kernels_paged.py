@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.kernels import compiled, reference
 from kvbench.kernels.cpu import CpuKernel, pack_parts
-from kvbench.kernels.parts import Dense, Packed, Paged
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise
 from kvbench.kernels.triton_decode import refusal
@@ -25,8 +25,17 @@ def kernel() -> CpuKernel:
     return found
 
 
-def held(rows: Tensor, kind: str) -> Dense | Packed:
-    """Rows [b, h, n, D] as a part: a float dtype, or codes of so many bits."""
+LEVELS = torch.linspace(-2, 2, 16)
+
+
+def held(rows: Tensor, kind: str) -> Coded | Dense | Packed:
+    """Rows [b, h, n, D] as a part: a float dtype, codes of so many bits, or codes of a codebook."""
+    if kind == "coded":
+        norm = rows.abs().amax(-1).clamp(max=6e4) / 2
+        codes = ((rows / norm.unsqueeze(-1)).unsqueeze(-1) - LEVELS).abs().argmin(-1).to(torch.uint8)
+        return Coded(pack(codes.unflatten(-1, (-1, 32)), 4), norm.to(torch.float16), LEVELS, 4, 32)
+    if kind == "float8_e4m3fn":
+        return Dense(rows.clamp(-448, 448).to(torch.float8_e4m3fn))
     if not kind.isdigit():
         return Dense(rows.to(getattr(torch, kind)))
     codes, scale, minimum = quantise(rows.unflatten(-1, (-1, 32)), int(kind))
@@ -59,7 +68,8 @@ def paged(rows: list[list[Tensor]], kind: str, per_head: bool, scattered: bool, 
 @given(
     batch=st.integers(1, 2), heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3]),
     tokens=st.sampled_from([1, 1, 3]), longest=st.sampled_from([1, 15, 16, 17, 100, 530]), even=st.booleans(),
-    kind=st.sampled_from(["float32", "bfloat16", "8", "4", "2"]), per_head=st.booleans(), scattered=st.booleans(),
+    kind=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "8", "4", "3", "2", "coded"]),
+    per_head=st.booleans(), scattered=st.booleans(),
     n_sink=st.sampled_from([0, 0, 20]), masked=st.booleans(), logits=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_random_tables(kernel: CpuKernel, batch: int, heads: int, group: int, tokens: int, longest: int, even: bool,

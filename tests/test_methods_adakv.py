@@ -147,14 +147,18 @@ def test_against_loops(name: str) -> None:
             step(model, random_ids(2, 1), cache)
 
 
-def test_the_compiled_kernel_agrees() -> None:
-    model, ids = random_llama(6, 3, 32, dtype=torch.float32), random_ids(2, 130)
-    method = Method("adakv", AdaKV(40, inner=SnapKV(40, window=8, decode="evict")), PerToken(4, 4, 32, rotate=True))
-    caches = [build_cache(model, method, ids[:, :100], 30, kernel=kernel) for kernel in ("cpu", "reference")]
-    for at in range(100, 130):
+@pytest.mark.parametrize("store", ["rot4", "rot3", "turbo4", "turbo3", "fp8", "bf16"])
+def test_the_compiled_kernel_agrees(store: str) -> None:
+    """On every kind of store, and the tokens that both keep are the same."""
+    model, ids = random_llama(6, 3, 32, dtype=torch.float32), random_ids(2, 112)
+    method = load_method(f"adakv+{store}", budget=40, window=8, decode="evict")
+    caches = [build_cache(model, method, ids[:, :100], 12, kernel=kernel) for kernel in ("cpu", "reference")]
+    for at in range(100, 112):
         one, other = (step(model, ids[:, at : at + 1], cache) for cache in caches)
         torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
     assert [cache.kernel_name for cache in caches] == ["cpu-c++", "reference"]
+    for layers in zip(*(cache.layers for cache in caches), strict=True):  # type: ignore[union-attr]
+        assert torch.equal(*(layer.kept_positions() for layer in layers))
 
 
 @pytest.mark.parametrize("decode", ["append", "evict"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
-from kvbench.kernels.parts import Dense, Packed, Paged, Part, take
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, take
 
 BLOCK_SIZE = 16
 """Slots of a block."""
@@ -50,6 +50,10 @@ class Pool:
         """Put tokens [B, Hkv, q, D] and [B, Hkv, q, Dv] into the rows [B, Hkv, q]."""
         self.slots.overwrite(*(_as_one_row(x, self.heads) for x in (rows, key, value)))
 
+    def fit(self, key: Tensor, value: Tensor) -> None:
+        """Let the store fix what it fixes once, by the first tokens to come: [B, Hkv, n, D] and [B, Hkv, n, Dv]."""
+        self.slots.fit(_as_one_row(key, self.heads), _as_one_row(value, self.heads))
+
     def copy(self, source: int, target: int) -> None:
         """Block `target` becomes a copy of block `source`, as it is held."""
         n = self.block_size
@@ -72,8 +76,8 @@ def pool_shape(shape: SlotShape, heads: int, blocks: int, block_size: int = BLOC
     return replace(shape, batch=1, kv_heads=heads, slots=blocks * block_size)
 
 
-def _rows_of_all(part: Part) -> Dense | Packed:
-    if not isinstance(part, Dense | Packed):
+def _rows_of_all(part: Part) -> Dense | Packed | Coded:
+    if not isinstance(part, Dense | Packed | Coded):
         raise TypeError(f"{type(part).__name__} rows cannot be blocks of a pool")
     return part
 

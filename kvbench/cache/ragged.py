@@ -62,7 +62,9 @@ class RaggedLayer(CacheLayerMixin):
         slot = (kept.cumsum(-1) - 1)[kept]
         n = self.pool.block_size
         rows = self.table[row, head, slot // n].long() * n + slot % n
-        self.pool.write(rows[None, None], key[kept][None, None], value[kept][None, None])
+        key_rows, value_rows = key[kept][None, None], value[kept][None, None]
+        self.pool.fit(key_rows, value_rows)
+        self.pool.write(rows[None, None], key_rows, value_rows)
         self.position[rows] = position.to(torch.int32)
         if scores is not None:
             self.scores = torch.zeros(self.pool.rows, device=key.device)

@@ -49,6 +49,9 @@ class Slots:
         """Take what a prefill left to keep, [B, Hkv, n, D] and [B, Hkv, n, Dv], into empty slots."""
         self.append(key, value)
 
+    def fit(self, key: Tensor, value: Tensor) -> None:
+        """Fix what a prompt's tokens decide once and for all, as a scale; shapes as in `fill`. Nothing is written."""
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write q tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], to the slots that follow the last one."""
         raise TypeError(f"{type(self).__name__} cannot append")

@@ -66,7 +66,8 @@ def predicted(method: Method, record: PrefillRecord) -> int:
         )
         heads = BATCH * KV_HEADS
         total += 4 * slots * (1 if budget is None else heads) + (8 * heads if evicts else 0)
-        total += 0 if method.rule.initial_scores(record.layers[layer]) is None else 4 * heads * slots
+        scored = evicts and method.rule.initial_scores(record.layers[layer]) is not None
+        total += 4 * heads * slots if scored else 0
     return total
 
 

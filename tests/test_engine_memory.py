@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.build import KVCache, Method, build_cache
-from kvbench.cache.layer import CacheFull
+from kvbench.cache.layer import CacheFull, SlotLayer
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import Buffer, DenseStore, Store
 from kvbench.decode import step
@@ -147,7 +147,9 @@ def test_compressed_caches_hold_fewer_bytes() -> None:
 
 def snapshot(cache: KVCache) -> list[object]:
     """Everything that a refused forward must leave as it was."""
-    numbers = [(layer.kept, layer.seen, layer.evicted, layer.n_free, layer.slots.length) for layer in cache.layers]
+    numbers = [{name: value for name, value in vars(layer).items() if isinstance(value, int | float)}
+               for layer in cache.layers]  # fmt: skip
+    numbers += [layer.slots.length for layer in cache.layers if isinstance(layer, SlotLayer)]
     return [cache.positions_processed, numbers, *(buffer.tensor.clone() for buffer in cache.buffers())]
 
 

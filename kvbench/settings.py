@@ -66,11 +66,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Latency:
-    """Decode times after each context: `warmup` discarded steps, then `steps` timed ones."""
+    """Decode times after each context: `warmup` discarded steps, then `steps` timed ones, on CUDA by a captured graph
+    unless `graph` is False."""
 
     contexts: list[int]
     steps: int
     warmup: int
+    graph: Literal["auto", False] = "auto"
 
 
 Setting = Perplexity | Needle | Memory | Latency

@@ -6,12 +6,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvbench.cache.counts import CannotCapture
 from kvbench.cache.groups import check_groups
 from kvbench.cache.residual import PerChannel, PerToken
 from kvbench.cache.rule import is_whole
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
+from kvbench.methods.kivi_captured import CapturedKivi
 
 AXES: dict[str, type[PerChannel | PerToken]] = {"channel": PerChannel, "token": PerToken}
 
@@ -95,6 +97,11 @@ class KiviSlots(Slots):
 
     def value_parts(self) -> Sequence[Part]:
         return self.values.parts()
+
+    def captured(self) -> CapturedKivi:
+        if not isinstance(self.keys, PerChannel) or not isinstance(self.values, PerToken):
+            raise CannotCapture("KIVI has a captured form for keys per channel and values per token only")
+        return CapturedKivi(self, self.keys, self.values)
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.keys.buffers()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import Groups, check_groups, planned_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
@@ -80,6 +81,13 @@ class PerTokenSlots(Slots):
 
     def value_parts(self) -> Sequence[Part]:
         return self.values.parts()
+
+    def captured(self) -> CapturedSlots:
+        return CapturedSlots(self, [self.keys.whole()], [self.values.whole()])
+
+    def count(self) -> None:
+        self.length += 1
+        self.keys.length = self.values.length = self.length
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.keys.buffers(kept)

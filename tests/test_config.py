@@ -307,7 +307,7 @@ def test_depths_of_a_wrong_kind(depth: Any) -> None:
 
 
 def test_no_warm_up_is_allowed() -> None:
-    assert read_settings(Latency, "latency", {"contexts": [64], "steps": 1, "warmup": 0}).warmup == 0
+    assert read_settings(Latency, "latency", {"contexts": [64], "steps": 1, "warmup": 0, "graph": "auto"}).warmup == 0
 
 
 @pytest.mark.parametrize(("word", "near"), [("h20", "h2o"), ("H2O", "h2o"), ("kivi3", "kivi"), ("zzz", "")])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvbench import graph
 from kvbench.cache import build
 from kvbench.cache.build import Method, PrefixCache
 from kvbench.cache.store import DenseStore
@@ -62,14 +63,14 @@ def test_number_of_timed_steps(steps: int, warmup: int) -> None:
 def test_methods_take_turns_of_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[object] = []
     fed: dict[int, list[int]] = {}
-    step = measured.step
+    step = graph.step
 
     def spy(model: Any, ids: Any, cache: Any) -> Any:
         caches.append(cache)
         fed.setdefault(id(cache), []).append(int(ids))
         return step(model, ids, cache)
 
-    monkeypatch.setattr(measured, "step", spy)
+    monkeypatch.setattr(graph, "step", spy)
     rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
     order = [(id(cache), len(list(run))) for cache, run in itertools.groupby(caches, key=lambda cache: cache)]
     full, h2o, recompute = dict.fromkeys(cache for cache, _ in order)

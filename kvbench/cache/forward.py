@@ -12,9 +12,15 @@ from transformers.cache_utils import Cache
 from kvbench.errors import UserError
 
 
-def forward(model: PreTrainedModel, ids: Tensor, cache: Cache | None, logits_to_keep: int = 0) -> Tensor:
-    """Logits [B, q, V] of ids [B, q] after what the cache holds; the last `logits_to_keep` only, 0 for all."""
-    arguments = {"use_cache": cache is not None, "logits_to_keep": logits_to_keep}
+def forward(model: PreTrainedModel, ids: Tensor, cache: Cache | None, logits_to_keep: int = 0,
+            position_ids: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Logits [B, q, V] of ids [B, q] after what the cache holds; the last `logits_to_keep` only, 0 for all.
+
+    position_ids: [B, q], where the cache's count of tokens seen is not to be asked.
+    """
+    arguments: dict[str, object] = {"use_cache": cache is not None, "logits_to_keep": logits_to_keep}
+    if position_ids is not None:
+        arguments["position_ids"] = position_ids
     if cache is not None:
         arguments[cache_argument(type(model).forward)] = cache
     logits: Tensor = model(input_ids=ids, **arguments).logits

@@ -55,6 +55,16 @@ class Groups:
         for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
             scatter_rows(buffer, slot, new)
 
+    def put(self, index: Tensor, rows: Tensor) -> None:
+        """Quantise rows [B, Hkv, n, D] into the rows `index`, int64 [n], or with axis "token" into the groups
+        `index`, [n / G]; all on the device, and `length` stays."""
+        for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
+            buffer.index_copy_(2, index, new)
+
+    def whole(self) -> Packed:
+        """All rows, held or not."""
+        return Packed(self.codes, self.scale, self.minimum, self.bits, self.group_size, self.axis)
+
     def parts(self) -> list[Packed]:
         """The rows held, as one part; none where nothing is held."""
         if self.length == 0:

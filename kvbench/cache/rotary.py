@@ -35,10 +35,11 @@ class RotateBack:
     layer_type: str | None
     attention_scaling: float
 
-    def __call__(self, query: Tensor, tokens: int) -> Tensor:
+    def __call__(self, query: Tensor, tokens: int | Tensor) -> Tensor:
         """query [B, Hq, q, D], rotated for position p, rotated for p - tokens instead.
 
-        In float32, or float64 for a float64 query; the angles are float32 in both.
+        In float32, or float64 for a float64 query; the angles are float32 in both. tokens: a number, or one on the
+        device (int64 []).
         """
         return self._turn_back(query, *self.angles(query, tokens))
 
@@ -54,13 +55,13 @@ class RotateBack:
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.apply(exact, exact, cos.to(exact.dtype), -sin.to(exact.dtype))[0]
 
-    def angles(self, query: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def angles(self, query: Tensor, tokens: int | Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of position `tokens`, float32 [1, 1, rotary_dim]; the attention scaling taken out again,
         since the query carries it already."""
         return self._angles_at(query, tokens, 1)
 
-    def _angles_at(self, query: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        position = torch.arange(first, first + count, device=query.device).unsqueeze(0)
+    def _angles_at(self, query: Tensor, first: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
+        position = (first + torch.arange(count, device=query.device)).unsqueeze(0)
         extra = () if self.layer_type is None else (self.layer_type,)
         cos, sin = self.embed(query.new_zeros(1, dtype=torch.float32), position, *extra)
         return cos / self.attention_scaling, sin / self.attention_scaling

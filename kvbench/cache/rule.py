@@ -143,8 +143,9 @@ class KeepRule:
 
         Args:
             scores: float32 [B, Hkv, S], or `NO_SCORES` where the rule has no `initial_scores`. position: [B, Hkv, S],
-                the token in each slot; EMPTY slots are excluded by the engine. newest: position of the newest token.
-                budget: in tokens. layer: index.
+                the token in each slot; EMPTY slots are excluded by the engine. newest: position of the newest token;
+                where a step is captured in a CUDA graph a number on the device (int64 []), so compute with it and do
+                not branch on it. budget: in tokens. layer: index.
         """
         return position.to(torch.float64)
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.cache.counts import CannotCapture, CapturedSlots
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Part
 
@@ -84,6 +85,14 @@ class Slots:
         """The values of slots 0 .. length - 1, in order."""
         raise TypeError(f"{type(self).__name__} has no values")
 
+    def captured(self) -> CapturedSlots:
+        """The same memory for a step that is captured in a CUDA graph. Raises CannotCapture where there is no way."""
+        raise CannotCapture(f"{type(self).__name__} counts on the host where it writes")
+
+    def count(self) -> None:
+        """A captured step has written one token behind the last one."""
+        self.length += 1
+
     def buffers(self, kept: int) -> Iterator[Buffer]:
         """Every tensor held, with the share in use when `kept` slots hold tokens."""
         raise TypeError(f"{type(self).__name__} has no buffers")
@@ -140,6 +149,9 @@ class DenseSlots(Slots):
 
     def value_parts(self) -> Sequence[Part]:
         return [Dense(self.values[:, :, : self.length])]
+
+    def captured(self) -> CapturedSlots:
+        return CapturedSlots(self, [Dense(self.keys)], [Dense(self.values)])
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         for tensor in (self.keys, self.values):

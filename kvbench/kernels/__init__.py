@@ -6,7 +6,7 @@
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,31 @@ class Kernel(Protocol):
         """Output and probabilities; the latter may be None unless `want_probabilities`."""
 
 
+@runtime_checkable
+class LengthsKernel(Protocol):
+    """A kernel that can be told on the device how much of whole buffers is filled, so that its calls can be captured
+    in a CUDA graph."""
+
+    @property
+    def name(self) -> str: ...
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Sequence[Part],
+        values: Sequence[Part],
+        scoring: Scoring,
+        visible: Tensor | None = None,
+        sink_query: Tensor | None = None,
+        n_sink: int = 0,
+        want_probabilities: bool = True,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
+        """Why `attend` cannot take `lengths` for whole buffers like these; None where it can."""
+
+
 class ReferenceKernel:
     """The definition in plain torch, as a kernel.
 
@@ -64,9 +89,14 @@ class ReferenceKernel:
         sink_query: Tensor | None = None,
         n_sink: int = 0,
         want_probabilities: bool = True,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `kvbench.kernels.reference.attend`."""
-        return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
+        return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink, lengths)
+
+    def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
+        """None: the reference takes them all."""
+        return None
 
 
 REFERENCE = ReferenceKernel()
@@ -76,10 +106,10 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str
     """The kernel for caches on `device` with queries of `dtype`.
 
     Args:
-        wanted: "auto", the compiled kernel on a CPU, else the reference; "reference"; "cpu", the compiled kernel;
-            "triton", the one for NVIDIA GPUs, which has to be asked for (scripts/check_triton.py checks it on a
-            device). The environment's `KVBENCH_KERNEL` stands in for "auto": a preference, which falls back to the
-            reference where it must.
+        wanted: "auto", the compiled kernel on a CPU, the Triton kernel on an NVIDIA GPU, else the reference;
+            "reference"; "cpu", the compiled kernel; "triton", the one for NVIDIA GPUs (scripts/check_triton.py checks
+            it on a device). The environment's `KVBENCH_KERNEL` stands in for "auto": a preference, which falls back
+            to the reference where it must.
 
     Raises UserError for an unknown name, and where a kernel is wanted by the argument and cannot be had.
     """
@@ -88,7 +118,8 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str
         raise UserError(f"kernel={preferred} is unknown; type {', '.join(f'kernel={name}' for name in KERNELS)}")
     if preferred == "reference":
         return REFERENCE
-    kernel = on_gpu(device) if preferred == "triton" else on_cpu(device, dtype)
+    on_device = preferred == "triton" or (preferred == "auto" and device.type == "cuda")
+    kernel = on_gpu(device, dtype) if on_device else on_cpu(device, dtype)
     if not isinstance(kernel, str):
         return kernel
     if wanted in ("cpu", "triton"):
@@ -103,10 +134,12 @@ def on_cpu(device: torch.device, dtype: torch.dtype) -> Kernel | str:
     return "the compiled kernel computes in float32, and the model in float64" if dtype == torch.float64 else compiled()
 
 
-def on_gpu(device: torch.device) -> Kernel | str:
-    """The Triton kernel, or why there is none for `device`."""
+def on_gpu(device: torch.device, dtype: torch.dtype) -> Kernel | str:
+    """The Triton kernel, or why there is none for caches on `device` with queries of `dtype`."""
     if device.type != "cuda":
         return f"the Triton kernel runs on NVIDIA GPUs, not on {device.type}"
+    if dtype == torch.float64:
+        return "the Triton kernel computes in float32, and the model in float64"
     possible, reason = available()
     return TritonKernel() if possible else reason
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Paged, Part, Split
+from kvbench.kernels.parts import Dense, Packed, Paged, Part, Split, read_all, total_length
 from kvbench.kernels.prefill import Scoring, softmax_with_sinks
 
 NAME = "reference"
@@ -19,6 +19,7 @@ def attend(
     visible: Tensor | None = None,
     sink_query: Tensor | None = None,
     n_sink: int = 0,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q query tokens over a store's slots.
 
@@ -29,6 +30,10 @@ def attend(
         visible: bool, broadcastable to [B, Hkv, q, S]; None where every slot is seen by every query. Slots that a
             head does not have (`Paged`) are seen by none.
         sink_query: [B, Hq, q, D]; the query to use for the first `n_sink` slots instead (StreamingLLM's positions).
+        lengths: int32 on the device, broadcastable to [B, Hkv, 3]: slots whose keys are packed, whose values are
+            packed, and filled ones in all. The parts then span whole buffers: at most one packed part, then at most
+            one of dense rows. Dense keys begin at row 0, and the dense value of slot i is row i modulo the rows there
+            are. Slots that are not filled get probability 0; `visible` spans all of them.
 
     Returns:
         output [B, Hq, q, Dv] in the query's dtype; probabilities [B, Hkv, Hq / Hkv, q, S] in the computing dtype
@@ -36,6 +41,9 @@ def attend(
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     kv_heads = keys[0].kv_heads
+    if lengths is not None:
+        keys, values, filled = in_slot_order(keys, values, lengths, dtype)
+        visible = filled.unsqueeze(2) if visible is None else filled.unsqueeze(2) & visible
     folded = _fold(query.to(dtype), kv_heads)
     scores = torch.cat([_products(folded, part) for part in keys], dim=-1)
     if sink_query is not None and n_sink:
@@ -58,6 +66,31 @@ def attend(
     if output is None:
         raise ValueError("attention over a store without a single slot")
     return output.unflatten(2, (-1, query.shape[2])).flatten(1, 2).to(query.dtype), probabilities
+
+
+def in_slot_order(
+    keys: Sequence[Part], values: Sequence[Part], lengths: Tensor, dtype: torch.dtype
+) -> tuple[list[Part], list[Part], Tensor]:
+    """Whole buffers of which `lengths` says what is filled, as one part each: slot i in row i, zeros where unfilled.
+
+    The third result is bool [B, Hkv, S], true where a slot is filled. Nothing here waits for the device.
+    """
+    slots = total_length(keys)
+    slot = torch.arange(slots, device=lengths.device)
+    packed_keys, packed_values, in_all = (lengths[..., i, None].long() for i in range(3))
+    filled = slot < in_all
+    sides: list[list[Part]] = []
+    for parts, packed, is_ring in ((keys, packed_keys, False), (values, packed_values, True)):
+        capacity = sum(part.length for part in parts if isinstance(part, Packed))
+        dense = max(1, total_length(parts) - capacity)
+        row = slot % dense if is_ring else (slot - packed).clamp(0, dense - 1)
+        index = torch.where(slot < packed, slot, capacity + row).clamp(max=total_length(parts) - 1)
+        rows = read_all(parts, dtype)
+        lead = (*rows.shape[:2], slots)
+        taken = rows.gather(2, index.expand(lead).unsqueeze(-1).expand(*lead, rows.shape[-1]))
+        # What was never written may be anything, NaN included.
+        sides.append([Dense(taken.masked_fill(~filled.unsqueeze(-1), 0.0))])
+    return sides[0], sides[1], filled.expand(lead)
 
 
 def _fold(query: Tensor, kv_heads: int) -> Tensor:

@@ -116,19 +116,16 @@ class TritonKernel:
     ) -> tuple[Tensor, Tensor | None]:
         """See `kvbench.kernels.reference.attend`; probabilities are None where they are not wanted.
 
-        lengths: int32 on the device, broadcastable to [B, Hkv, 3]: slots whose keys are packed, whose values are
-        packed, and filled ones in all. The parts then span whole buffers, packed keys reach at least as far as
-        packed values, dense keys begin at row 0, and the dense value of slot i is row i modulo the rows there are.
-        Slots that are not filled get probability 0; `visible` spans all of them; sinks lie in the first part.
+        With lengths packed keys reach at least as far as packed values, and sinks lie in the first part.
 
         Raises ValueError where lengths are given and the kernels do not take these parts.
         """
         n_sink = 0 if sink_query is None else n_sink
+        if lengths is not None and (refused := self.refuses_lengths(query, keys, values, n_sink)) is not None:
+            raise ValueError(refused)
         keys, values = [p for p in keys if p.length], [p for p in values if p.length]
         key, value, reason = side_of(keys), side_of(values), refusal(query, keys, values)
         if key is None or value is None or reason is not None or not sinks_fit(n_sink, key, value):
-            if lengths is not None:
-                raise ValueError(f"the Triton kernels do not take {reason or 'sinks in more than one part'}")
             return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
         if lengths is not None and (lengths.dtype != torch.int32 or lengths.stride(-1) != 1):
             raise ValueError(f"lengths of {lengths.dtype} with stride {lengths.stride(-1)}; give int32, contiguous")
@@ -140,6 +137,14 @@ class TritonKernel:
             for launch in launches:
                 launch.run()
         return output, probabilities
+
+    def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
+        """Why `attend` cannot take `lengths` for whole buffers like these; None where it can."""
+        keys, values = [p for p in keys if p.length], [p for p in values if p.length]
+        key, value, reason = side_of(keys), side_of(values), refusal(query, keys, values)
+        if key is None or value is None or reason is not None:
+            return f"the Triton kernels do not take {reason}"
+        return None if sinks_fit(n_sink, key, value) else "the Triton kernels want sinks in the first part"
 
 
 def plan(work: Work, want_probabilities: bool) -> tuple[list[Launch], Tensor, Tensor | None]:

@@ -23,8 +23,9 @@ from kvbench.kernels import KERNELS, choose
 from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
-from kvbench.measure.needle import check_prompts, needle
+from kvbench.measure.needle import needle
 from kvbench.measure.perplexity import check_stream, perplexity
+from kvbench.measure.prompts import check_prompts
 from kvbench.model import (
     LoadedModel,
     ModelSpec,

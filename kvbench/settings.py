@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from kvbench.errors import UserError
@@ -45,15 +45,29 @@ class Perplexity:
         return f"chunked{self.chunk}" if self.protocol == "chunked" else self.protocol
 
 
+NeedleTask = Literal[
+    "single_number", "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
+    "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe",
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Needle:
-    """Prompts of each length with a needle at each depth, `samples` of each kind, `batch` at a time."""
+    """Prompts of each length with a needle at each depth, `samples` of each kind, `batch` at a time.
+
+    tasks: names of `kvbench.measure.haystack`. question: whether the cache is compressed before the question is known
+    (`after`: it comes afterwards), or with it. template: `chat` wraps prompts in the tokenizer's own. values: what is
+    hidden, where it is not to be the task's own kind.
+    """
 
     lengths: list[int]
     depths: list[float]
     samples: int
-    question: Literal["after", "before"]
+    question: list[Literal["after", "before"]]
     batch: int
+    tasks: list[NeedleTask] = field(default_factory=lambda: ["single_number"])
+    template: Literal["base", "chat"] = "base"
+    values: Literal["task", "number", "word", "uuid"] = "task"
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,10 @@ from kvbench.cache.store import DenseStore
 from kvbench.errors import UserError
 from kvbench.measure import needle as measured
 from kvbench.measure.bench import Bench
-from kvbench.measure.needle import (
-    ANSWER_TOKENS,
-    NEEDLE,
-    Prompt,
-    check_prompts,
-    is_hit,
-    make_prompt,
-    make_prompts,
-    needle,
-    wilson,
-)
+from kvbench.measure.haystack import TASKS, Words, is_hit, needle as needle_sentence, recall
+from kvbench.measure.needle import needle
+from kvbench.measure.prompts import ANSWER_TOKENS, Maker, Prompt, check_prompts, make_prompts, template_of
+from kvbench.measure.statistics import wilson
 from kvbench.model import LoadedModel
 from kvbench.settings import Needle
 from tests.models import random_llama
@@ -48,8 +41,13 @@ def quick() -> Iterator[None]:
 
 
 def settings(**changes: Any) -> Needle:
-    plain = Needle(lengths=[LENGTH], depths=[0.0, 0.5, 1.0], samples=2, question="after", batch=4)
+    plain = Needle(lengths=[LENGTH], depths=[0.0, 0.5, 1.0], samples=2, question=["after"], batch=4)
     return dataclasses.replace(plain, **changes)
+
+
+def one(seed: int, length: int, depth: float, sample: int) -> Prompt:
+    maker = Maker(TOKENIZER, TEXT, seed, settings(), length)
+    return maker.prompt(TASKS["single_number"], depth, sample)
 
 
 def bench(named: dict[str, Method], **more: Any) -> Bench:
@@ -74,16 +72,16 @@ class Spy(KeepRule):
 @pytest.mark.parametrize("length", [70, 120, 500])
 def test_the_needle_is_whole_and_where_it_should_be(length: int, depth: float) -> None:
     for sample in range(5):
-        prompt = make_prompt(TOKENIZER, TEXT, 0, length, depth, sample)
-        pin = NEEDLE.format(word=prompt.word, value=prompt.value)
+        prompt = one(0, length, depth, sample)
+        (pin,), (value,) = prompt.draft.needles, prompt.draft.references
         text = TOKENIZER.decode(prompt.ids)
         assert len(prompt.ids) == length
         assert text.count(pin) == 1
         assert text.index(pin) == round(depth * (length - len(pin)))
         before, after = text.split(pin)
         assert before + after in TOKENIZER.decode(TEXT)  # one stretch of the text, cut open for the needle
-        assert len(prompt.value) == 5 and prompt.value.isdigit()
-        assert TOKENIZER.decode(prompt.question) == f"\nThe special magic number for {prompt.word} is:"
+        assert len(value) == 5 and value.isdigit()
+        assert TOKENIZER.decode(prompt.question) + f" {value}.\n" == pin
 
 
 @pytest.mark.slow
@@ -93,17 +91,17 @@ def test_the_needle_survives_a_real_tokenizer(smollm2: LoadedModel, essays_folde
     tokens = torch.tensor(smollm2.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     for prompt in make_prompts(smollm2.tokenizer, tokens, 0, settings(samples=20), length):
         assert len(prompt.ids) == length
-        assert f"magic number for {prompt.word} is: {prompt.value}." in smollm2.tokenizer.decode(prompt.ids)
+        assert all(pin.strip() in smollm2.tokenizer.decode(prompt.ids) for pin in prompt.draft.needles)
         assert not set(prompt.ids) & set(smollm2.tokenizer.all_special_ids)
 
 
 def test_prompts_differ_by_sample_depth_and_seed_and_by_nothing_else() -> None:
     def prompt(seed: int = 0, depth: float = 0.5, sample: int = 0) -> Prompt:
-        return make_prompt(TOKENIZER, TEXT, seed, LENGTH, depth, sample)
+        return one(seed, LENGTH, depth, sample)
 
     assert prompt() == prompt()
     drawn = [prompt(*where) for where in [(0, 0.5, 0), (1, 0.5, 0), (0, 0.1, 0), (0, 0.5, 1)]]
-    assert len({each.value for each in drawn}) == len({tuple(each.ids) for each in drawn}) == 4
+    assert len({each.draft.references[0] for each in drawn}) == len({tuple(each.ids) for each in drawn}) == 4
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,9 @@ def test_rows_and_samples_agree() -> None:
         assert sample["sha256"] == hashlib.sha256(",".join(map(str, ids + question)).encode()).hexdigest()
         text = TOKENIZER.decode(ids + question)
         assert sample["text_sha256"] == hashlib.sha256(text.encode()).hexdigest()
-        assert f"number for {sample['word']} is: {sample['value']}." in text
+        assert f" is: {sample['references'][0]}." in text
         assert [method["method"] for method in sample["methods"]] == ["full", "h2o", "kivi"]
-        assert all(method["hit"] == is_hit(method["answer"], sample["value"]) for method in sample["methods"])
+        assert all(method["hit"] == is_hit(method["answer"], sample["references"][0]) for method in sample["methods"])
         assert all(len(method["answer"]) == ANSWER_TOKENS for method in sample["methods"])  # a token is a character
     for depth, n in [(0.0, 2), (0.5, 2), (1.0, 2), (None, 6)]:
         (row,) = (r for r in finding.rows if r.method == "h2o" and r.metric == "hit_rate" and r.depth == depth)
@@ -208,7 +206,7 @@ def test_answers_do_not_depend_on_batches_or_on_other_methods() -> None:
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_what_is_compressed_ends_before_or_after_the_question(question: str) -> None:
     rule = Spy(12)
-    asked = settings(depths=[0.5], samples=1, question=question)
+    asked = settings(depths=[0.5], samples=1, question=[question])
     rows = rows_of(needle(bench(methods("full") | {"spy": Method("spy", rule, DenseStore())}), asked))
     (prompt,) = make_prompts(TOKENIZER, TEXT, 0, asked, LENGTH)
     compressed = LENGTH + (len(prompt.question) if question == "before" else 0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import random
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,12 +22,12 @@ from kvbench.cache.store import DenseStore
 from kvbench.errors import UserError
 from kvbench.measure import needle as measured
 from kvbench.measure.bench import Bench
-from kvbench.measure.haystack import TASKS, Words, is_hit, needle as needle_sentence, recall
+from kvbench.measure.haystack import TASKS, Draft, Words, is_hit, recall
 from kvbench.measure.needle import needle
 from kvbench.measure.prompts import ANSWER_TOKENS, Maker, Prompt, check_prompts, make_prompts, template_of
 from kvbench.measure.statistics import wilson
 from kvbench.model import LoadedModel
-from kvbench.settings import Needle
+from kvbench.settings import Needle, NeedleTask
 from tests.models import random_llama
 from tests.text import CHARACTERS, Breaks, bench_of, character_tokenizer, light, methods, prose, rows_of, value
 
@@ -303,3 +306,155 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
     assert [(label, row.status, row.context) for label, row in here.failures] == [
         ("full", "oom", LENGTH), ("h2o", "oom", LENGTH),
     ]  # fmt: skip
+
+
+# tasks of RULER
+
+RULER = tuple(name for name in TASKS if name != "single_number")
+
+
+def words_of(length: int = 120) -> Words:
+    return Words([f"{a}{b}ish" for a in "bcdfgh" for b in ("ar", "el", "in", "om", "ur", "yt", "ast", "ond")], length)
+
+
+def drafted(task: str, seed: int = 0, length: int = 120) -> Draft:
+    return TASKS[task].draft(random.Random(seed), words_of(length))
+
+
+def test_settings_name_every_task() -> None:
+    assert get_args(NeedleTask) == tuple(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("task", "needles", "references"),
+    [
+        ("niah_single_1", 1, 1), ("niah_single_2", 1, 1), ("niah_single_3", 1, 1), ("niah_multikey_1", 4, 1),
+        ("niah_multikey_2", 1, 1), ("niah_multikey_3", 1, 1), ("niah_multivalue", 4, 4), ("niah_multiquery", 4, 4),
+        ("vt", 5, 5), ("cwe", 0, 10),
+    ],
+)  # fmt: skip
+def test_a_task_hides_and_asks_for_what_ruler_does(task: str, needles: int, references: int) -> None:
+    draft = drafted(task)
+    assert (len(draft.needles), len(set(draft.references))) == (needles, references)
+    hidden = "".join(draft.needles)
+    for reference in draft.references if task != "cwe" else ():
+        assert reference in hidden
+        assert reference not in draft.question + draft.lead
+    kind = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if task in ("niah_single_3", "niah_multikey_3") else r"\d{7}"
+    if task.startswith("niah"):
+        assert all(re.fullmatch(kind, reference) for reference in draft.references)
+
+
+def test_a_chain_can_be_followed_from_the_value_to_every_name() -> None:
+    draft = drafted("vt")
+    value = re.findall(r"\d+", draft.question)[0]
+    known = {value}
+    for statement in draft.needles:
+        name, source = re.fullmatch(r"VAR (\w+) = (?:VAR )?(\w+)\. ", statement).groups()  # type: ignore[union-attr]
+        assert source in known
+        known.add(name)
+    assert known - {value} == set(draft.references)
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(1024, 6, 1), (4096, 30, 3)])
+def test_common_words_are_the_most_common(length: int, often: int, seldom: int) -> None:
+    draft = drafted("cwe", length=length)
+    assert callable(draft.haystack)
+    text = draft.haystack(20)
+    counts = Counter(re.findall(r"[a-z]+", text))
+    assert {word for word, n in counts.items() if n == often} == set(draft.references)
+    assert sorted(counts.values()) == [seldom] * 20 + [often] * 10
+    assert [int(number) for number in re.findall(r"\d+", text)] == list(range(1, sum(counts.values()) + 1))
+
+
+def test_a_haystack_of_needles_has_no_second_answer() -> None:
+    draft = drafted("niah_multikey_2")
+    assert callable(draft.haystack)
+    text, (pin,) = draft.haystack(200), draft.needles
+    key = re.findall(r"for ([\w-]+) is", pin)[0]
+    assert text.count("One of the special magic numbers") == 201
+    assert re.findall(rf"for {key} is: (\d+)", text) == list(draft.references)
+
+
+@pytest.mark.parametrize("task", RULER)
+def test_prompts_of_every_task_are_whole_and_of_exact_length(task: str) -> None:
+    length = 2_500
+    asked = settings(tasks=[task], samples=2, lengths=[length])
+    prompts = make_prompts(TOKENIZER, TEXT, 0, asked, length)
+    assert len(prompts) == 6
+    assert {prompt.depth for prompt in prompts} == ({0.0, 0.5, 1.0} if TASKS[task].grid else {None})
+    assert len({tuple(prompt.ids) for prompt in prompts}) == 6
+    for prompt in prompts:
+        text = TOKENIZER.decode(prompt.ids)
+        assert len(prompt.ids) == length
+        assert all(needle in text for needle in prompt.draft.needles)
+    again = make_prompts(TOKENIZER, TEXT, 0, asked, length)
+    assert [(p.ids, p.question) for p in again] == [(p.ids, p.question) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("1234567 and 7654321", 1), ("7654321", 0.5), ("They are 1234567.", 0.5), ("", 0), ("91234567", 0),
+        ("12345678 7654321", 0.5), ("the special magic numbers are", 0),
+    ],
+)  # fmt: skip
+def test_recall_counts_values_that_stand_alone(answer: str, score: float) -> None:
+    assert recall(answer, ["1234567", "7654321"]) == score
+
+
+def test_recall_takes_names_in_any_case() -> None:
+    assert recall("abcde, fghij-1", ["ABCDE", "FGHIJ"]) == 0.5
+
+
+def test_two_times_of_asking_are_two_columns() -> None:
+    rows = rows_of(needle(bench(methods("full", "h2o")), settings(question=["after", "before"])))
+    assert {row.question for row in rows} == {"after", "before"}
+    alone = rows_of(needle(bench(methods("full", "h2o")), settings(question=["before"])))
+    assert [row for row in rows if row.method == "h2o" and row.question == "before"] == [
+        row for row in alone if row.method == "h2o"
+    ]
+
+
+def test_several_tasks_are_rows_under_their_names() -> None:
+    asked = settings(tasks=["single_number", "niah_multivalue"], lengths=[700])
+    finding = next(iter(needle(bench(methods("full", "h2o")), asked)))
+    assert {row.protocol for row in finding.rows} == {"single_number", "niah_multivalue"}
+    assert len(finding.samples) == 12
+    (row,) = (r for r in finding.rows if r.method == "h2o" and r.metric == "hit_rate_minus_full"
+              and r.protocol == "niah_multivalue")  # fmt: skip
+    assert (row.depth, row.n) == (None, 6)
+
+
+def test_shuffled_prompts_answer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = measured.make_prompts
+
+    def shuffled(*arguments: Any) -> list[Prompt]:
+        return list(reversed(made(*arguments)))
+
+    def found() -> dict[tuple[str, ...], Any]:
+        rows = rows_of(needle(bench(methods("full", "h2o", "random")), settings(samples=3)))
+        return {(r.method, r.metric, str(r.depth)): (r.value, r.low, r.high) for r in rows}
+
+    before = found()
+    monkeypatch.setattr(measured, "make_prompts", shuffled)
+    assert found() == before
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+def test_a_chat_template_goes_around_the_prompt_and_into_the_row() -> None:
+    tokenizer = character_tokenizer(CHARACTERS + "<>/")
+    tokenizer.chat_template = CHAT
+    text = torch.tensor(tokenizer(prose(1_000))["input_ids"])
+    asked = settings(template="chat", depths=[0.5], samples=1)
+    (prompt,) = make_prompts(tokenizer, text, 0, asked, LENGTH)
+    assert tokenizer.decode(prompt.ids).startswith("<user>")
+    assert tokenizer.decode(prompt.question).startswith(f"{prompt.draft.question}</s><assistant>")
+    model = random_llama(4, 2, 16, vocab=len(tokenizer), dtype=torch.float32)
+    rows = rows_of(needle(bench_of(model, methods("full"), text, tokenizer), asked))
+    expected = hashlib.sha256(CHAT.encode()).hexdigest()[:12]
+    assert all(expected in (row.note or "") for row in rows)
+    with pytest.raises(UserError, match="has no chat template"):
+        template_of(TOKENIZER, "chat")

@@ -31,7 +31,7 @@ from kvbench.progress import Progress
 from kvbench.results import Row
 from kvbench.shape import shape_of
 
-CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\n-"
+CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\n-="
 
 
 @contextmanager

@@ -148,19 +148,18 @@ class Maker:
 
     def _of_items(self, draft: Draft, items: Callable[[int], str], room: int) -> list[int]:
         """As many items as fit; what is left open, less than one of them, is filled with noise in front."""
-        low, high = 0, room
-        if len(self.encode(items(0))) > room:
+        body = self.encode(items(0))
+        if len(body) > room:
             raise UserError(f"needle.lengths={self.length} has no room for the shortest list of this task; type "
-                            f"{self.length - room + 2 * len(self.encode(items(0)))} or more")  # fmt: skip
-        while low < high:
-            middle = (low + high + 1) // 2
-            if len(self.encode(items(middle))) <= room:
-                low = middle
+                            f"needle.lengths={self.length - room + 2 * len(body)} or more")  # fmt: skip
+        count, step = 0, 1
+        while step:  # doubled as long as it fits, then halved
+            longer = self.encode(items(count + step))
+            if len(body) < len(longer) <= room:
+                count, body, step = count + step, longer, 2 * step
             else:
-                high = middle - 1
-        body = self.encode(items(low))
-        unit = self.encode(NOISE)
-        missing = room - len(body)
+                step //= 2
+        unit, missing = self.encode(NOISE), room - len(body)
         return (unit * (missing // len(unit) + 1))[:missing] + body
 
     def _check_whole(self, draft: Draft, ids: list[int]) -> None:

@@ -241,7 +241,7 @@ def test_defaults_are_those_of_the_design() -> None:
     perplexity = read_settings(Perplexity, "perplexity", nodes["perplexity"])
     assert (perplexity.context, perplexity.tokens, perplexity.windows) == (3072, 128, 2)
     needle = read_settings(Needle, "needle", nodes["needle"])
-    assert (needle.lengths, needle.depths, needle.samples, needle.question) == ([2048], [0.1, 0.5, 0.9], 4, "after")
+    assert (needle.lengths, needle.depths, needle.samples, needle.question) == ([2048], [0.1, 0.5, 0.9], 4, ["after"])
     assert read_settings(Memory, "memory", nodes["memory"]).contexts == [512, 2048, 4096]
     assert read_settings(Latency, "latency", nodes["latency"]).contexts == [512, 2048, 4096]
     assert (config.seed, config.kernel, config.threads) == (0, "auto", None)

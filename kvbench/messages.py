@@ -7,7 +7,8 @@ from typing import Any
 from kvbench.config import ARCHITECTURES, GROUPS, MEASURES, did_you_mean
 from kvbench.errors import UserError
 
-LISTS = ("compare", "measure", "needle.lengths", "needle.depths", "memory.contexts", "latency.contexts")
+LISTS = ("compare", "measure", "needle.lengths", "needle.depths", "fidelity.contexts", "memory.contexts",
+         "latency.contexts", "latency.batches")
 
 
 def several(key: str, values: str) -> str:

@@ -21,6 +21,8 @@ from kvbench.data import Text, load_text, tokenize
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.kernels import KERNELS, choose
 from kvbench.measure.bench import Bench, Entry
+from kvbench.measure.fidelity import fidelity
+from kvbench.measure.generation import LONGEST
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
 from kvbench.measure.needle import needle
@@ -41,13 +43,15 @@ from kvbench.model import (
 from kvbench.progress import Progress
 from kvbench.results import RunFolder, check_writable
 from kvbench.rows import Row
-from kvbench.settings import KINDS, Latency, Memory, Needle, Perplexity, context_of, read_settings
+from kvbench.settings import KINDS, Fidelity, Latency, Memory, Needle, Perplexity, context_of, read_settings
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Measures, Work, conclude, measure
 from kvbench.sweep.plan import Job, node_of
 
-MEASURES: Measures = {"perplexity": perplexity, "needle": needle, "memory": memory, "latency": latency}
+MEASURES: Measures = {
+    "perplexity": perplexity, "needle": needle, "fidelity": fidelity, "memory": memory, "latency": latency,
+}  # fmt: skip
 
 
 def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
@@ -151,8 +155,11 @@ def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield "needle.lengths", max(setting.lengths)  # check_prompts counts question and answer
         elif isinstance(setting, Memory):
             yield "memory.contexts", max(setting.contexts) + setting.tokens
+        elif isinstance(setting, Fidelity):
+            yield "fidelity.contexts", max(setting.contexts) + setting.tokens
         elif isinstance(setting, Latency):
-            yield "latency.contexts", max(setting.contexts) + setting.steps + setting.warmup
+            longest = max(setting.steps + setting.warmup, setting.tokens_natural, LONGEST)
+            yield "latency.contexts", max(setting.contexts) + longest
         else:
             raise TypeError(f"{name} has no length")
 

@@ -71,6 +71,16 @@ class Needle:
 
 
 @dataclass(frozen=True)
+class Fidelity:
+    """`samples` prompts of each context, each continued greedily by `tokens` tokens at most, `batch` at a time."""
+
+    contexts: list[int]
+    tokens: int
+    samples: int
+    batch: int
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes after each context and `tokens` decoded tokens."""
 
@@ -80,28 +90,44 @@ class Memory:
 
 @dataclass(frozen=True)
 class Latency:
-    """Decode times after each context: `warmup` discarded steps, then `steps` timed ones, on CUDA by a captured graph
-    unless `graph` is False."""
+    """Decode times after each context, in each batch: `warmup` discarded steps, then `steps` timed ones.
+
+    graph: on CUDA a step is the replay of a captured graph, unless False. tokens_natural: most tokens of a generation that goes on to the end of its text; 0: none. throughput: also search
+    for the largest batch that fits, and time it.
+    """
 
     contexts: list[int]
     steps: int
     warmup: int
     graph: Literal["auto", False] = "auto"
+    batches: list[int] = field(default_factory=lambda: [1])
+    tokens_natural: int = 0
+    throughput: bool = False
 
 
-Setting = Perplexity | Needle | Memory | Latency
+Setting = Perplexity | Needle | Fidelity | Memory | Latency
 Settings = TypeVar("Settings", bound=Setting)
 
-KINDS: dict[str, type[Setting]] = {"perplexity": Perplexity, "needle": Needle, "memory": Memory, "latency": Latency}
+KINDS: dict[str, type[Setting]] = {
+    "perplexity": Perplexity, "needle": Needle, "fidelity": Fidelity, "memory": Memory, "latency": Latency,
+}  # fmt: skip
 
 
 def one_by_one(setting: Setting) -> list[Setting]:
-    """The same settings split by context: what is measured, and kept, as a whole."""
+    """The same settings split by context, latency's by batch too: what is measured, and kept, as a whole."""
     if isinstance(setting, Perplexity):
         return [setting]
     if isinstance(setting, Needle):
         return [replace(setting, lengths=[length]) for length in setting.lengths]
-    return [replace(setting, contexts=[context]) for context in setting.contexts]
+    alone = [replace(setting, contexts=[context]) for context in setting.contexts]
+    return [one for setting in alone for one in _by_batch(setting)]
+
+
+def _by_batch(setting: Setting) -> list[Setting]:
+    if not isinstance(setting, Latency):
+        return [setting]
+    apart: list[Setting] = [replace(setting, batches=[batch], throughput=False) for batch in setting.batches]
+    return [*apart, replace(setting, batches=[])] if setting.throughput else apart
 
 
 def context_of(setting: Setting) -> int:
@@ -141,7 +167,11 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{key}={value} is not a depth; type numbers from 0 to 1")
         return float(value)
-    lowest = 0 if key.endswith("warmup") else 1
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{key}={value} is not true or false")
+        return value
+    lowest = 0 if key.endswith(("warmup", "tokens_natural")) else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise UserError(f"{key}={value} is not a whole number of at least {lowest}; type {key}=16, for example")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -10,16 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from kvbench import graph
 from kvbench.cache import build
 from kvbench.cache.build import Method, PrefixCache
 from kvbench.cache.store import DenseStore
+from kvbench.decode import generate
+from kvbench.measure import generation as generated
 from kvbench.measure import latency as measured
+from kvbench.measure import machine
+from kvbench.measure import throughput as largest
 from kvbench.measure.bench import Bench
-from kvbench.measure.latency import RECOMPUTE_STEPS, ROUND, latency, weight_bytes
+from kvbench.measure.generation import FIXED
+from kvbench.measure.latency import RECOMPUTE_STEPS, ROUND, batch_ids, is_steady, latency, read_bytes
 from kvbench.results import Row
-from kvbench.settings import Latency
+from kvbench.settings import Latency, one_by_one
 from tests.models import random_llama
 from tests.text import Breaks, bench_of, light, methods, rows_of, value
 
@@ -150,15 +157,221 @@ def test_rows_say_what_was_timed() -> None:
         assert 0 < p50 <= p90 <= p99
 
 
-def test_bytes_read_a_step_are_the_weights_and_what_is_kept() -> None:
+def test_bytes_read_a_step_are_the_weights_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "read_bandwidth", lambda device: 2e9)
     rows = rows_of(latency(bench(methods("full", "recompute")), settings()))
     kept = CONTEXT + 23
     cache = 2 * 2 * 2 * kept * 16 * 4 + 2 * kept * 4  # keys and values, then a position a token and layer
-    weights = sum(p.numel() * 4 for p in MODEL.parameters())
-    assert weight_bytes(MODEL) == weights
-    rate = value(rows, "full", "read_gb_per_s")
-    assert rate == pytest.approx((weights + cache) / 1e6 / value(rows, "full", "tpot_p50_ms"))
-    assert "read_gb_per_s" not in metrics(rows, "recompute")
+    # A step reads all weights but the input embedding, of which it looks up a row a token: here it is not the head.
+    weights = sum(p.numel() * 4 for name, p in MODEL.named_parameters() if "embed_tokens" not in name)
+    assert read_bytes(MODEL) == weights
+    rate = value(rows, "full", "bytes_per_s")
+    assert rate == pytest.approx((weights + cache) / 1e-3 / value(rows, "full", "tpot_p50_ms"))
+    assert value(rows, "full", "bandwidth_share") == pytest.approx(rate / 2e9)
+    assert metrics(rows, "recompute").keys().isdisjoint({"bytes_per_s", "bandwidth_share"})
+
+
+def test_a_head_that_shares_its_weights_with_the_embedding_is_read() -> None:
+    config = copy.deepcopy(MODEL.config)
+    config.tie_word_embeddings = True
+    tied = LlamaForCausalLM(config)
+    assert read_bytes(tied) == sum(p.numel() * 4 for p in tied.parameters())
+
+
+def test_the_bandwidth_of_reading_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "READ_BYTES", 2**22)
+    machine._read_bandwidth.cache_clear()
+    seconds = itertools.count(step=0.5)
+    monkeypatch.setattr(machine, "clock", lambda device: next(seconds))
+    assert machine.read_bandwidth(torch.device("cpu")) == 2**23
+    assert machine.read_bandwidth(torch.device("cpu")) == 2**23
+    assert next(seconds) == 4.0  # four passes, two looks at the clock each
+    machine._read_bandwidth.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("times", "steady"),
+    [
+        ([10.0] * 20, True),
+        ([10.0] * 10 + [10.9] * 10, True),  # within ten percent
+        ([10.0] * 10 + [11.2] * 10, False),
+        ([13.0, 10.0] * 5 + [14.0, 11.5] * 5, True),  # the intervals overlap
+        ([11.5, 10.0] * 5 + [22.0, 20.0] * 5, False),
+        ([10.0, 20.0, 30.0], True),  # too few to tell
+    ],
+)
+def test_steady(times: list[float], steady: bool) -> None:
+    assert is_steady(times, 0) is steady
+    assert is_steady(times[::-1], 0) is steady
+
+
+def test_an_unsteady_run_is_flagged_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes slower with every step."""
+    now = itertools.accumulate(itertools.count(1), lambda time, i: time + i)
+    monkeypatch.setattr(measured, "clock", lambda device: float(next(now)))
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert value(rows, "full", "steady") == 0
+    noted = {row.metric for row in rows if row.note is not None and "unsteady" in row.note}
+    assert noted >= {"tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "bytes_per_s", "steady"}
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_steady_run_says_so_and_its_percentiles_have_intervals() -> None:
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert value(rows, "full", "steady") == 1
+    for percent in (50, 90, 99):
+        row = metrics(rows, "full")[f"tpot_p{percent}_ms"]
+        assert (row.low, row.value, row.high, row.note) == (1000, 1000, 1000, None)
+
+
+def test_load_and_clock_stand_beside_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.5, 0, 0))
+    clocks = {"min": 1500.0, "max": 3000.0, "limit": 3000.0}
+    monkeypatch.setattr(machine.provenance, "cpu_clock_mhz", lambda: clocks)
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert value(rows, "full", "load_average") == 3.5
+    assert value(rows, "full", "clock_mhz") == 1500
+    assert "throttled: a core at 1500 MHz" in (metrics(rows, "full")["tpot_p50_ms"].note or "")
+
+
+def test_a_throttled_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [{"uuid": "GPU-aa", "clock_sm_mhz": "1980", "throttle_reasons": "0x0000000000000001"},
+            {"uuid": "GPU-bb", "clock_sm_mhz": "900", "throttle_reasons": "0x0000000000000004"}]  # fmt: skip
+    monkeypatch.setattr(machine.provenance, "gpus", lambda: gpus)
+    found = {}
+    for uuid in ("aa", "bb", "cc"):
+        properties = type("Properties", (), {"uuid": uuid})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        found[uuid] = machine.machine_now(torch.device("cuda", 0))
+    assert (found["aa"].clock_mhz, found["aa"].note) == (1980, "")  # bit 1: it has nothing to do
+    assert (found["bb"].clock_mhz, found["bb"].note) == (900, "throttled: nvidia-smi says 0x0000000000000004")
+    assert (found["cc"].clock_mhz, found["cc"].note) == (None, "")
+
+
+# batches
+
+
+def test_a_grid_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "read_bandwidth", lambda device: 1e9)
+    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[20, 40], batches=[1, 3])))
+    for method in ("full", "h2o"):
+        for context, batch in itertools.product((20, 40), (1, 3)):
+            assert value(rows, method, "positions_processed", context=context, batch=batch) == context + 23
+        slopes = [row for row in rows if row.metric == "slope_ms_per_1k" and row.method == method]
+        assert [row.batch for row in slopes] == [1, 3]
+        for row in slopes:
+            medians = [value(rows, method, "tpot_p50_ms", context=c, batch=row.batch) for c in (20, 40)]
+            assert row.value == pytest.approx(1000 * np.polyfit([20, 40], medians, 1)[0])
+    # Three caches hold, and a step reads, three times as much.
+    read = {batch: value(rows, "full", "bytes_per_s", context=40, batch=batch) / 1e3
+            * value(rows, "full", "tpot_p50_ms", context=40, batch=batch) for batch in (1, 3)}  # fmt: skip
+    assert read[3] - read[1] == pytest.approx(2 * 2 * 2 * 2 * 63 * 16 * 4)
+
+
+def test_rows_of_a_batch_are_different_texts() -> None:
+    ids = batch_ids(bench(methods("full")), 4, 40)
+    assert ids.shape == (4, 40)
+    assert [TEXT.tolist().index(row[0]) >= 0 for row in ids.tolist()] and len({tuple(row) for row in ids.tolist()}) == 4
+
+
+def test_what_is_measured_apart() -> None:
+    parts = one_by_one(settings(contexts=[20, 40], batches=[1, 4], throughput=True))
+    assert [(p.contexts, p.batches, p.throughput) for p in parts] == [  # type: ignore[union-attr]
+        ([20], [1], False), ([20], [4], False), ([20], [], True),
+        ([40], [1], False), ([40], [4], False), ([40], [], True),
+    ]  # fmt: skip
+
+
+# generation
+
+
+def test_itl_is_the_time_between_tokens_of_a_greedy_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves with every step alone: two seconds each."""
+    now = [0.0]
+    fed: list[int] = []
+    step = generated.step
+
+    def slow(model: Any, ids: Any, cache: Any) -> Any:
+        now[0] += 2.0
+        fed.extend(ids[0].tolist())
+        return step(model, ids, cache)
+
+    monkeypatch.setattr(generated, "step", slow)
+    monkeypatch.setattr(generated, "clock", lambda device: now[0])
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    row = metrics(rows, "full")["itl_p50_ms"]
+    assert (row.value, row.n, row.low, row.high) == (2000, FIXED, 2000, 2000)
+    expected = generate(MODEL, None, build.build_cache(MODEL, methods("full")["full"], TEXT[None, :CONTEXT]), FIXED)
+    assert fed == expected[0].tolist()
+    assert metrics(rows, "full").keys().isdisjoint({"natural_ms", "natural_itl_p50_ms", "natural_tokens"})
+
+
+@pytest.mark.parametrize(("end", "most", "tokens", "ended"), [(5, 40, 5, 1), (30, 40, 30, 1), (30, 20, 20, 0)])
+def test_the_natural_end(end: int, most: int, tokens: int, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    argmax = torch.Tensor.argmax
+    said = itertools.count(1)
+    monkeypatch.setattr(generated, "end_tokens", lambda bench: [96])
+    step = generated.step
+
+    def slow(model: Any, ids: Any, cache: Any) -> Any:
+        now[0] += 2.0
+        logits = step(model, ids, cache).clone()
+        if next(said) == end - 1:  # the first token comes from the prompt
+            logits[..., 96] = 1e9
+        else:
+            logits[..., 96] = -1e9
+        return logits
+
+    assert argmax(MODEL(TEXT[None, :CONTEXT]).logits[0, -1]) != 96
+    monkeypatch.setattr(generated, "step", slow)
+    monkeypatch.setattr(generated, "clock", lambda device: now[0])
+    rows = rows_of(latency(bench(methods("full")), settings(tokens_natural=most)))
+    found = metrics(rows, "full")
+    assert found["natural_tokens"].value == tokens
+    assert found["natural_ms"].value == 2000 * (tokens - 1)
+    assert (found["natural_itl_p50_ms"].value, found["natural_itl_p50_ms"].n) == (2000, tokens - 1)
+    assert f"{ended} of 1 ended by themselves" in (found["natural_tokens"].note or "")
+    assert found["itl_p50_ms"].n == FIXED
+
+
+# throughput
+
+
+def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = largest.prefill
+
+    def small_device(model: Any, ids: Any, *rest: Any) -> Any:
+        if ids.shape[0] > 5:
+            raise torch.OutOfMemoryError("too many")
+        return prefill(model, ids, *rest)
+
+    monkeypatch.setattr(largest, "prefill", small_device)
+    seconds = itertools.count(step=0.5)
+    monkeypatch.setattr(largest, "clock", lambda device: next(seconds))
+    here = bench(methods("full", "h2o", "recompute"))
+    rows = rows_of(latency(here, settings(batches=[], throughput=True)))
+    assert [(row.method, row.metric, row.batch, row.value) for row in rows] == [
+        ("full", "tokens_per_s", 4, 8.0), ("h2o", "tokens_per_s", 4, 8.0),
+    ]  # fmt: skip
+    assert all("8 ran out of memory" in (row.note or "") for row in rows)
+    assert not here.failures
+
+
+def test_the_search_ends_where_the_host_would_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = 2 * 2 * 2 * 16 * 4 * CONTEXT  # of one prompt
+    memory = type("Memory", (), {"available": 3 * dense * 3})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    (row,) = rows_of(latency(bench(methods("full")), settings(batches=[], throughput=True)))
+    assert row.batch == 2 and "4 would not fit" in (row.note or "")
+
+
+def test_where_not_even_one_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "_has_room", lambda *_: False)
+    here = bench(methods("full"))
+    assert rows_of(latency(here, settings(batches=[], throughput=True))) == []
+    assert [(row.status, row.context) for _, row in here.failures] == [("oom", CONTEXT)]
+
 
 
 # failures

@@ -1,7 +1,8 @@
-"""Latency: prefill, observation and compression apart, then decode ms a token over contexts.
+"""Latency: prefill, observation and compression apart, then decode ms a token over contexts and batches.
 
 The caches of all methods are built from one record and decode in turns of 16 steps, so that a drift of the machine
-hits all alike. Every timed step is synchronised on both sides. On CUDA a step is the replay of a captured graph.
+hits all alike. Every timed step is synchronised on both sides: TPOT is one step, on CUDA the replay of a captured
+graph. ITL is the interval between two tokens of a greedy generation, each chosen from the one before.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from kvbench.cache.build import AnyCache, PrefixCache, build_cache, prefill
 from kvbench.cache.record import PrefillRecord, clock
 from kvbench.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.measure.generation import Generation, generation
+from kvbench.measure.machine import Machine, machine_now, read_bandwidth
+from kvbench.measure.statistics import bounds, median_interval, percentile_interval
+from kvbench.measure.throughput import throughput
 from kvbench.rows import Row
 from kvbench.settings import Latency
 
@@ -29,10 +34,13 @@ FIRST_CALL_TOKENS = 512
 RECOMPUTE_STEPS = 16
 """Without a cache every step costs a prefill: this many are timed, at most."""
 
+STEADY = 0.1
+"""Share by which the median of the second half of the steps may differ from the first's."""
+
 
 @dataclass
 class Timed:
-    """One method at one context."""
+    """One method at one context and batch."""
 
     entry: Entry
     cache: AnyCache
@@ -49,7 +57,7 @@ class Timed:
         return min(count, RECOMPUTE_STEPS - len(self.step_ms) if timed else 1)
 
     def turn(self, ids: Tensor, steps: int, timed: bool) -> None:
-        """Feed the next `steps` tokens of ids [1, N], one at a time."""
+        """Feed the next `steps` tokens of ids [B, N], one at a time."""
         device = ids.device
         for _ in range(steps):
             token = ids[:, self.fed : self.fed + 1]
@@ -63,38 +71,70 @@ class Timed:
 
 
 def latency(bench: Bench, settings: Latency) -> Iterator[Finding]:
-    """One finding a context, then the slopes over contexts."""
-    medians: dict[str, list[tuple[int, float]]] = {entry.label: [] for entry in bench.entries}
+    """One finding a context and batch, then the slopes over contexts, a batch each."""
+    medians: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for context in settings.contexts:
-        steps = settings.warmup + settings.steps
-        with bench.progress.phase(f"latency {context}", steps * len(bench.entries)) as advance:
-            record, runs = _build(bench, context, steps, settings)
-            if record is None:
-                continue
-            ids = bench.tokens[context : context + steps].unsqueeze(0).to(bench.loaded.device)
-            rounds = [min(ROUND, settings.steps - first) for first in range(0, settings.steps, ROUND)]
-            for turn, count in enumerate([settings.warmup, *rounds]):
-                for run in runs:
-                    with bench.cell(run.entry, "latency", context=context):
-                        run.turn(ids, run.affordable(count, turn > 0), timed=turn > 0)
-                    advance(count)
-                # A cache that failed makes room for the others.
-                runs = [run for run in runs if not bench.failed(run.entry, "latency", context=context)]
-        for run in runs:
-            medians[run.entry.label].append((context, float(np.median(run.step_ms))))
-        yield Finding([row for run in runs for row in _rows(bench, run, record, context)])
-    yield Finding([row for entry in bench.entries for row in slope(entry, medians[entry.label])])
+        for batch in settings.batches:
+            rows, found = _at(bench, settings, context, batch)
+            for label, median in found.items():
+                medians.setdefault((label, batch), []).append((context, median))
+            yield Finding(rows)
+        if settings.throughput:
+            yield Finding(list(throughput(bench, settings, context)))
+    yield Finding([row for batch in settings.batches for entry in bench.entries
+                   for row in slope(entry, medians.get((entry.label, batch), []), batch)])  # fmt: skip
 
 
-def _build(bench: Bench, context: int, steps: int, settings: Latency) -> tuple[PrefillRecord | None, list[Timed]]:
-    ids = bench.tokens[:context].unsqueeze(0).to(bench.loaded.device)
+def _at(bench: Bench, settings: Latency, context: int, batch: int) -> tuple[list[Row], dict[str, float]]:
+    """The rows of a context and batch, and the median step of each method."""
+    record, runs = _timed(bench, settings, context, batch)
+    if record is None:
+        return [], {}
+    machine = machine_now(bench.loaded.device)
+    rows = [row for run in runs for row in _rows(bench, run, record, context, machine)]
+    medians = {run.entry.label: float(np.median(run.step_ms)) for run in runs}
+    entries = [run.entry for run in runs]
+    runs.clear()  # the caches make room for those that generate
+    said = _generations(bench, settings, record, entries, context)
+    return [*rows, *(row for each in said for row in each.rows(bench.seed))], medians
+
+
+def batch_ids(bench: Bench, batch: int, length: int) -> Tensor:
+    """[B, length] of the text, each row from another place where the text is long enough."""
+    room = max(0, len(bench.tokens) - length)
+    starts = [i * room // batch for i in range(batch)]
+    return torch.stack([bench.tokens[s : s + length] for s in starts]).to(bench.loaded.device)
+
+
+def _timed(bench: Bench, settings: Latency, context: int, batch: int) -> tuple[PrefillRecord | None, list[Timed]]:
+    steps = settings.warmup + settings.steps
+    where = {"context": context, "batch": batch}
+    name = f"latency {context}" if batch == 1 else f"latency {context} x {batch}"
+    with bench.progress.phase(name, steps * len(bench.entries)) as advance:
+        ids = batch_ids(bench, batch, context + steps)
+        record, runs = _build(bench, settings, ids[:, :context], where)
+        rounds = [min(ROUND, settings.steps - first) for first in range(0, settings.steps, ROUND)]
+        for turn, count in enumerate([settings.warmup, *rounds]):
+            for run in runs:
+                with bench.cell(run.entry, "latency", **where):
+                    run.turn(ids[:, context:], run.affordable(count, turn > 0), timed=turn > 0)
+                advance(count)
+            # A cache that failed makes room for the others.
+            runs = [run for run in runs if not bench.failed(run.entry, "latency", **where)]
+    return record, runs
+
+
+def _build(
+    bench: Bench, settings: Latency, ids: Tensor, where: dict[str, int]
+) -> tuple[PrefillRecord | None, list[Timed]]:
+    steps = settings.warmup + settings.steps
     runs: list[Timed] = []
     record: PrefillRecord | None = None
-    with bench.shared(bench.entries, "latency", context=context):
-        _first_calls(bench, ids[:, : min(64, context)], settings)  # what they cost is not the prompt's
+    with bench.shared(bench.entries, "latency", **where):
+        _first_calls(bench, ids[:, :64], settings)  # what they cost is not the prompt's
         record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries])
     for entry in bench.entries if record is not None else []:
-        with bench.cell(entry, "latency", context=context):
+        with bench.cell(entry, "latency", **where):
             cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=steps, kernel=bench.kernel)
             observed = sum(record.observe_ms[o] for o in dict.fromkeys(entry.method.rule.observations()))
             decoder = decoder_for(bench.loaded.model, cache, settings.graph, settings.warmup)
@@ -114,36 +154,77 @@ def _first_calls(bench: Bench, ids: Tensor, settings: Latency) -> None:
             decoder_for(bench.loaded.model, cache, settings.graph).feed(ids[:, :1])
 
 
-def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int) -> list[Row]:
-    times = np.array(run.step_ms)
+def _generations(bench: Bench, settings: Latency, record: PrefillRecord, entries: list[Entry],
+                 context: int) -> list[Generation]:  # fmt: skip
+    found = []
+    for entry in entries:
+        with bench.cell(entry, "latency", context=context, batch=record.ids.shape[0]):
+            if not entry.method.rule.needs_ids:
+                found.append(generation(bench, settings, entry, record))
+    return [each for each in found if not bench.failed(each.entry, "latency", context=context, batch=each.batch)]
+
+
+def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int, machine: Machine) -> Iterator[Row]:
+    times, batch = np.array(run.step_ms), record.ids.shape[0]
+    steady = is_steady(run.step_ms, bench.seed)
+    doubts = [run.decoder.note, machine.note, "" if steady else "unsteady: the first and the second half of the steps differ"]
     kernel = run.cache.kernel_name + (", graph" if run.decoder.is_graph else "")
-    base = replace(run.entry.row, measure="latency", context=context, batch=1, protocol="interleaved", kernel=kernel)
-    p50, p90, p99 = np.percentile(times, [50, 90, 99])
+    base = replace(run.entry.row, measure="latency", context=context, batch=batch, protocol="interleaved", n=1,
+                   kernel=kernel, note="; ".join(filter(None, doubts)) or None)  # fmt: skip
     once = [("prefill_ms", record.prefill_ms), ("observe_ms", run.observe_ms), ("compress_ms", run.cache.compress_ms),
             ("ttft_ms", record.prefill_ms + run.observe_ms + run.cache.compress_ms + run.first_ms)]  # fmt: skip
-    rows = [replace(base, metric=metric, value=value, unit="ms", n=1) for metric, value in once]
-    for metric, value in (("tpot_p50_ms", p50), ("tpot_p90_ms", p90), ("tpot_p99_ms", p99)):
-        rows.append(replace(base, metric=metric, value=float(value), unit="ms", n=len(times),
-                            note=run.decoder.note))  # fmt: skip
-    read = weight_bytes(bench.loaded.model) + held_bytes(run.cache.buffers()).used
-    rows.append(replace(base, metric="read_gb_per_s", value=read / 1e6 / float(p50), unit="GB/s", n=len(times),
-                        note="weights and kept tokens, read once a step"))  # fmt: skip
-    if isinstance(run.cache, PrefixCache):
-        rows.pop()
-    for metric, unit, value in (
+    for metric, value in once:
+        yield replace(base, metric=metric, value=value, unit="ms")
+    many = replace(base, n=len(times))
+    for percent in (50, 90, 99):
+        yield replace(many, metric=f"tpot_p{percent}_ms", value=float(np.percentile(times, percent)), unit="ms",
+                      **bounds(percentile_interval(times, percent, bench.seed)))  # fmt: skip
+    yield replace(many, metric="steady", value=float(steady), unit="yes")
+    if not isinstance(run.cache, PrefixCache):
+        yield from _bandwidth_rows(bench, run, many)
+    for metric, unit, number in (
         ("engaged", "share", float(run.cache.has_compressed)), ("kept_tokens", "tokens", run.cache.kept_tokens),
         ("positions_processed", "positions", float(run.cache.positions_processed)),
+        ("load_average", "processes", machine.load), ("clock_mhz", "MHz", machine.clock_mhz),
     ):  # fmt: skip
-        rows.append(replace(base, metric=metric, value=value, unit=unit, n=1))
-    return rows
+        if number is not None:
+            yield replace(base, metric=metric, value=number, unit=unit)
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters, shared ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+def is_steady(step_ms: list[float], seed: int) -> bool:
+    """Whether the medians of the first and the second half agree to 10%, or within their intervals."""
+    if len(step_ms) < 4:
+        return True
+    half = len(step_ms) // 2
+    first, second = step_ms[:half], step_ms[half:]
+    a, b = float(np.median(first)), float(np.median(second))
+    if abs(a - b) <= STEADY * min(a, b):
+        return True
+    before, after = median_interval(first, seed), median_interval(second, seed)
+    return before is not None and after is not None and before[0] <= after[1] and after[0] <= before[1]
 
 
-def slope(entry: Entry, medians: list[tuple[int, float]]) -> list[Row]:
+def _bandwidth_rows(bench: Bench, run: Timed, base: Row) -> Iterator[Row]:
+    """Bytes that a step must read, over the time that it took, and that over what the memory gives at best."""
+    read = read_bytes(bench.loaded.model) + held_bytes(run.cache.buffers()).used
+    rate, best = read / (1e-3 * float(np.median(run.step_ms))), read_bandwidth(bench.loaded.device)
+    note = "; ".join(filter(None, ("weights and kept tokens, read once a step", base.note)))
+    yield replace(base, metric="bytes_per_s", value=rate, unit="bytes/s", note=note)
+    yield replace(base, metric="bandwidth_share", value=rate / best, unit="share",
+                  note=f"of {best / 1e9:.1f} GB/s, what reading alone came to in this process; {note}")  # fmt: skip
+
+
+def read_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters that a step reads, shared ones once: all but an input embedding that is that alone."""
+    found = {id(parameter): parameter for parameter in model.parameters()}
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is None or head.weight is not embedding:
+        found.pop(id(embedding), None)  # a step looks up one row a token
+    return sum(parameter.numel() * parameter.element_size() for parameter in found.values())
+
+
+def slope(entry: Entry, medians: list[tuple[int, float]], batch: int = 1) -> list[Row]:
     """Least-squares slope of the median step over contexts, ms per 1,000 context tokens."""
     if len(medians) < 2:
         return []
@@ -151,4 +232,4 @@ def slope(entry: Entry, medians: list[tuple[int, float]]) -> list[Row]:
     slope = float(np.polyfit(np.array(contexts) / 1000, np.array(times), 1)[0])
     note = "contexts " + ", ".join(map(str, contexts))
     return [replace(entry.row, measure="latency", metric="slope_ms_per_1k", value=slope, unit="ms", n=len(medians),
-                    protocol="interleaved", note=note)]  # fmt: skip
+                    protocol="interleaved", batch=batch, note=note)]  # fmt: skip

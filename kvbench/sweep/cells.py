@@ -96,7 +96,8 @@ def parts_of(settings: Mapping[str, Setting]) -> list[Part]:
     for measure, setting in settings.items():
         parts += [Part(measure, one, context_of(one)) for one in one_by_one(setting)]
         if isinstance(setting, Latency) and len(setting.contexts) > 1:
-            parts.append(Part(measure, setting, None))
+            parts += [Part(measure, replace(setting, batches=[batch], throughput=False), None)
+                      for batch in setting.batches]
     return parts
 
 

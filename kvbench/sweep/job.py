@@ -17,12 +17,13 @@ from kvbench.measure.latency import slope
 from kvbench.report.tables import TerminalTable
 from kvbench.results import STATUS, RunFolder
 from kvbench.rows import KNOBS, Row
+from kvbench.settings import Latency
 from kvbench.sweep.cells import DONE, Cell, Ledger, Part, Record, record_rows, settled, standing
 from kvbench.sweep.claims import Claims, beating
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
 
-COMPARED = ("perplexity", "needle")
+COMPARED = ("perplexity", "needle", "fidelity")
 """Measures that hold every method against the full cache, which therefore runs even where its own cell is done."""
 APART = ("memory",)
 """Measures whose methods share nothing: each is a step of its own, so that a kill costs one of them."""
@@ -93,7 +94,7 @@ def measure(work: Work, bench: Bench, folder: RunFolder, measures: Measures) -> 
             for group in groups:
                 taken = _take(work, folder, claims, part, group)
                 if taken and part.context is None:
-                    _slopes(work, bench, folder, taken)
+                    _slopes(work, bench, folder, part, taken)
                 elif taken:
                     _measure(bench, folder, part, taken, measures, stops)
                 claims.release()
@@ -161,13 +162,16 @@ def _knobs(row: Row) -> tuple[Any, ...]:
     return tuple(getattr(row, knob) for knob in KNOBS)
 
 
-def _slopes(work: Work, bench: Bench, folder: RunFolder, taken: list[tuple[Entry, Cell]]) -> None:
+def _slopes(work: Work, bench: Bench, folder: RunFolder, part: Part, taken: list[tuple[Entry, Cell]]) -> None:
     """The slope over contexts, from the rows on disk: some contexts may have been measured by an earlier run."""
+    assert isinstance(part.setting, Latency)
+    (batch,) = part.setting.batches
     by_key = work.ledger.by("key")
     outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
     for entry, cell in taken:
         at = [known.label for known in bench.entries].index(entry.label)
-        contexts = [cells[at] for part, cells in work.parts if part.measure == cell.measure and part.context]
+        contexts = [cells[at] for other, cells in work.parts
+                    if isinstance(other.setting, Latency) and other.context and other.setting.batches == [batch]]
         found = [standing(by_key.get(context.key, [])) for context in contexts]
         if any(record is None or record.status not in (*DONE, "failed") for record in found):
             outcomes[cell.id] = [], {"status": "elsewhere", "note": "not all of its contexts are measured yet"}
@@ -176,7 +180,7 @@ def _slopes(work: Work, bench: Bench, folder: RunFolder, taken: list[tuple[Entry
             (row.context, row.value) for record in found if record is not None and record.status == "ok"
             for row in record_rows(record) if row.metric == "tpot_p50_ms" and row.context and row.value is not None
         ]  # fmt: skip
-        rows = [_with_remark(row, bench) for row in slope(entry, medians)]
+        rows = [_with_remark(row, bench) for row in slope(entry, medians, batch)]
         outcome = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
         outcomes[cell.id] = rows, {**outcome, "finished": time.time(), "seconds": 0.0}
     folder.settle(outcomes)

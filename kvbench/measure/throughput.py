@@ -1,0 +1,92 @@
+"""Throughput: tokens a second at the largest batch that fits, each method for itself."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.record import clock
+from kvbench.graph import WARM_UP, decoder_for
+from kvbench.measure.bench import NO_HOST_MEMORY, Bench, Entry
+from kvbench.measure.statistics import bounds, median_interval
+from kvbench.rows import Row
+from kvbench.settings import Latency
+
+MOST = 256
+"""The search ends here at the latest."""
+STEPS = 8
+"""Timed steps a batch, after those in which a graph is captured."""
+
+
+def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
+    """Row tokens_per_s a method, its batch the largest power of two that fits, with its prefill, beside the model."""
+    for entry in bench.entries:
+        if entry.method.rule.needs_ids:
+            continue
+        with bench.cell(entry, "latency", context=context):
+            found: tuple[int, list[float]] | None = None
+            batch, why = 1, f"the search ends at {MOST}"
+            while batch <= MOST:
+                try:
+                    if not _has_room(bench, context, batch):
+                        why = f"{batch} would not fit into the host's memory"
+                        break
+                    found = batch, _step_seconds(bench, settings, entry, context, batch)
+                except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                    if isinstance(error, RuntimeError) and not _out_of_memory(error):
+                        raise
+                    why = f"{batch} ran out of memory"
+                    break
+                finally:
+                    gc.collect()
+                batch *= 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if found is None:
+                raise torch.OutOfMemoryError(f"not even one prompt of {context} tokens fits")
+            yield from _rows(bench, entry, context, *found, why)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or NO_HOST_MEMORY in str(error)
+
+
+def _has_room(bench: Bench, context: int, batch: int) -> bool:
+    """On a CPU an allocation that is too large may end the process: twice the dense cache must be free.
+
+    Once for the record and once for the cache that is built from it.
+    """
+    if bench.loaded.device.type != "cpu":
+        return True
+    import psutil  # type: ignore[import-untyped]
+
+    shape = bench.loaded
+    dense = 2 * shape.n_layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * context * batch
+    return bool(3 * dense < psutil.virtual_memory().available)
+
+
+def _step_seconds(bench: Bench, settings: Latency, entry: Entry, context: int, batch: int) -> list[float]:
+    model, device = bench.loaded.model, bench.loaded.device
+    length = context + WARM_UP + 1 + STEPS
+    starts = [i * max(0, len(bench.tokens) - length) // batch for i in range(batch)]
+    ids = torch.stack([bench.tokens[s : s + length] for s in starts]).to(device)
+    record = prefill(model, ids[:, :context], [entry.method.rule])
+    cache = build_cache(model, entry.method, record, max_new_tokens=length - context, kernel=bench.kernel)
+    del record
+    decoder = decoder_for(model, cache, settings.graph)
+    seconds = []
+    for t in range(context, length):
+        started = clock(device)
+        decoder.feed(ids[:, t : t + 1])
+        seconds.append(clock(device) - started)
+    return seconds[-STEPS:]
+
+
+def _rows(bench: Bench, entry: Entry, context: int, batch: int, seconds: list[float], why: str) -> Iterator[Row]:
+    rates = [batch / second for second in seconds]
+    yield replace(entry.row, measure="latency", metric="tokens_per_s", unit="tokens/s", context=context, batch=batch,
+                  protocol="largest_batch", value=float(np.median(rates)), n=len(rates),
+                  note=f"the largest batch, in powers of two: {why}", **bounds(median_interval(rates, bench.seed)))

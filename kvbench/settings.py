@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from kvbench.errors import UserError
@@ -148,7 +148,9 @@ def read_settings(kind: type[Settings], name: str, node: Mapping[str, Any]) -> S
     unknown = sorted(set(node) - set(hints))
     if unknown:
         raise UserError(f"{name}.{unknown[0]} is no setting; choose from {', '.join(f.name for f in fields(kind))}")
-    return kind(**{key: _checked(f"{name}.{key}", node.get(key), hint) for key, hint in hints.items()})
+    optional = {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
+    asked = [key for key in hints if key in node or key not in optional]
+    return kind(**{key: _checked(f"{name}.{key}", node.get(key), hints[key]) for key in asked})
 
 
 def _checked(key: str, value: Any, hint: Any) -> Any:

@@ -32,8 +32,8 @@ PERPLEXITY = {"nll", "ppl", "kl", "kl_reverse", "top1", "top5", "nll_minus_full"
               "worse_share", "nll_at", "kl_at", "engaged", "kept_tokens", "positions_processed"}  # fmt: skip
 MEMORY = {"held_bytes", "dense_bytes", "slack_bytes", "peak_prefill_bytes", "peak_decode_bytes", "engaged",
           "kept_tokens", "positions_processed"}  # fmt: skip
-LATENCY = {"prefill_ms", "ttft_ms", "itl_p50_ms", "steady", "load_average", "observe_ms", "compress_ms", "tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "engaged",
-           "kept_tokens", "positions_processed"}  # fmt: skip
+LATENCY = {"prefill_ms", "ttft_ms", "observe_ms", "compress_ms", "tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "steady",
+           "load_average", "engaged", "kept_tokens", "positions_processed"}  # fmt: skip
 
 
 def run(folder: Path, words: list[str]) -> Path:

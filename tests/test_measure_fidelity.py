@@ -24,7 +24,7 @@ from tests.text import Breaks, bench_of, light, methods, rows_of, value
 CONTEXT, TOKENS = 40, 16
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
 TEXT = torch.randint(97, (1_000,), generator=torch.Generator().manual_seed(1))
-SINKS, BUDGET = 4, 12
+SINKS, BUDGET = 4, 36
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -245,7 +245,9 @@ def refusal(settings: dict[str, Any], tokens: int, positions: int | None = None)
     [
         ({"perplexity": Perplexity(40, 10, 1, 1)}, 50),
         ({"memory": Memory([20, 40], 4)}, 44),
-        ({"latency": Latency([20, 40], 8, 2)}, 50),
+        ({"latency": Latency([20, 40], 18, 2)}, 60),
+        ({"latency": Latency([20, 40], 8, 2)}, 56),  # sixteen tokens are generated
+        ({"perplexity": Perplexity(40, 10, 1, 1, protocol="chunked")}, 50),
     ],
 )
 def test_exactly_what_is_needed_is_enough(settings: dict[str, Any], needed: int) -> None:

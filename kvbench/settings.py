@@ -92,8 +92,8 @@ class Memory:
 class Latency:
     """Decode times after each context, in each batch: `warmup` discarded steps, then `steps` timed ones.
 
-    graph: on CUDA a step is the replay of a captured graph, unless False. tokens_natural: most tokens of a generation that goes on to the end of its text; 0: none. throughput: also search
-    for the largest batch that fits, and time it.
+    graph: on CUDA a step is the replay of a captured graph, unless False. tokens_natural: most tokens of a generation
+    that goes on to the end of its text; 0: none. throughput: also search for the largest batch that fits, and time it.
     """
 
     contexts: list[int]

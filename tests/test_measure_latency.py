@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ def test_methods_take_turns_of_sixteen_steps(monkeypatch: pytest.MonkeyPatch) ->
         return step(model, ids, cache)
 
     monkeypatch.setattr(graph, "step", spy)
+    monkeypatch.setattr(measured, "_generations", lambda *_: [])
     rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
     order = [(id(cache), len(list(run))) for cache, run in itertools.groupby(caches, key=lambda cache: cache)]
     full, h2o, recompute = dict.fromkeys(cache for cache, _ in order)
@@ -285,19 +286,37 @@ def test_what_is_measured_apart() -> None:
 # generation
 
 
+def two_seconds_a_step(
+    monkeypatch: pytest.MonkeyPatch, look: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """The clock of a generation moves with its steps alone; `look` sees ids and logits of each."""
+    now = [0.0]
+    decoder_for = generated.decoder_for
+
+    def made(*args: Any) -> Any:
+        decoder = decoder_for(*args)
+        feed = decoder.feed
+
+        def slow(ids: torch.Tensor) -> torch.Tensor:
+            now[0] += 2.0
+            return look(ids, feed(ids))
+
+        monkeypatch.setattr(decoder, "feed", slow)
+        return decoder
+
+    monkeypatch.setattr(generated, "decoder_for", made)
+    monkeypatch.setattr(generated, "clock", lambda device: now[0])
+
+
 def test_itl_is_the_time_between_tokens_of_a_greedy_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves with every step alone: two seconds each."""
-    now = [0.0]
     fed: list[int] = []
-    step = generated.step
 
-    def slow(model: Any, ids: Any, cache: Any) -> Any:
-        now[0] += 2.0
+    def note(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         fed.extend(ids[0].tolist())
-        return step(model, ids, cache)
+        return logits
 
-    monkeypatch.setattr(generated, "step", slow)
-    monkeypatch.setattr(generated, "clock", lambda device: now[0])
+    two_seconds_a_step(monkeypatch, note)
     rows = rows_of(latency(bench(methods("full")), settings()))
     row = metrics(rows, "full")["itl_p50_ms"]
     assert (row.value, row.n, row.low, row.high) == (2000, FIXED, 2000, 2000)
@@ -308,24 +327,16 @@ def test_itl_is_the_time_between_tokens_of_a_greedy_generation(monkeypatch: pyte
 
 @pytest.mark.parametrize(("end", "most", "tokens", "ended"), [(5, 40, 5, 1), (30, 40, 30, 1), (30, 20, 20, 0)])
 def test_the_natural_end(end: int, most: int, tokens: int, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    argmax = torch.Tensor.argmax
     said = itertools.count(1)
-    monkeypatch.setattr(generated, "end_tokens", lambda bench: [96])
-    step = generated.step
 
-    def slow(model: Any, ids: Any, cache: Any) -> Any:
-        now[0] += 2.0
-        logits = step(model, ids, cache).clone()
-        if next(said) == end - 1:  # the first token comes from the prompt
-            logits[..., 96] = 1e9
-        else:
-            logits[..., 96] = -1e9
+    def ending(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        logits[..., 96] = 1e9 if next(said) == end - 1 else -1e9  # the first token comes from the prompt
         return logits
 
-    assert argmax(MODEL(TEXT[None, :CONTEXT]).logits[0, -1]) != 96
-    monkeypatch.setattr(generated, "step", slow)
-    monkeypatch.setattr(generated, "clock", lambda device: now[0])
+    assert MODEL(TEXT[None, :CONTEXT]).logits[0, -1].argmax() != 96
+    monkeypatch.setattr(generated, "end_tokens", lambda bench: [96])
+    two_seconds_a_step(monkeypatch, ending)
     rows = rows_of(latency(bench(methods("full")), settings(tokens_natural=most)))
     found = metrics(rows, "full")
     assert found["natural_tokens"].value == tokens

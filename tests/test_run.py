@@ -245,8 +245,8 @@ def refusal(settings: dict[str, Any], tokens: int, positions: int | None = None)
     [
         ({"perplexity": Perplexity(40, 10, 1, 1)}, 50),
         ({"memory": Memory([20, 40], 4)}, 44),
-        ({"latency": Latency([20, 40], 18, 2)}, 60),
-        ({"latency": Latency([20, 40], 8, 2)}, 56),  # sixteen tokens are generated
+        ({"latency": Latency([20, 40], 28, 2)}, 70),
+        ({"latency": Latency([20, 40], 8, 2)}, 61),  # as many are generated
         ({"perplexity": Perplexity(40, 10, 1, 1, protocol="chunked")}, 50),
     ],
 )

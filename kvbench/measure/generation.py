@@ -24,8 +24,9 @@ LONGEST = FIXED + 1 + WARM_UP + 1
 class Generation:
     """The seconds at which each token of a batch stood, from the moment the cache was there.
 
-    untimed: first intervals that no ITL counts, because a graph is captured in them. natural: tokens to the end of the last row's text, or to the most that was asked for; 0 where nobody asked.
-    ended: rows that came to an end by themselves within them.
+    untimed: first intervals that no ITL counts, because a graph is captured in them. natural: tokens to the end of the
+    last row's text, or to the most that was asked for; 0 where nobody asked. ended: rows that came to an end by
+    themselves within them.
     """
 
     entry: Entry

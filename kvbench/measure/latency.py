@@ -167,7 +167,8 @@ def _generations(bench: Bench, settings: Latency, record: PrefillRecord, entries
 def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int, machine: Machine) -> Iterator[Row]:
     times, batch = np.array(run.step_ms), record.ids.shape[0]
     steady = is_steady(run.step_ms, bench.seed)
-    doubts = [run.decoder.note, machine.note, "" if steady else "unsteady: the first and the second half of the steps differ"]
+    unsteady = None if steady else "unsteady: the first and the second half of the steps differ"
+    doubts = (run.decoder.note, machine.note, unsteady)
     kernel = run.cache.kernel_name + (", graph" if run.decoder.is_graph else "")
     base = replace(run.entry.row, measure="latency", context=context, batch=batch, protocol="interleaved", n=1,
                    kernel=kernel, note="; ".join(filter(None, doubts)) or None)  # fmt: skip

@@ -139,19 +139,16 @@ def method_config(config: DictConfig) -> MethodConfig:
     fixed_store = OmegaConf.select(config, "method.fixed.store")
     if fixed_store is not None and store != fixed_store:
         raise UserError(f"method={name} brings its own store ({fixed_store}); leave store={store} away")
-    for knob, value in (OmegaConf.select(config, "store.fixed") or {}).items():
-        if config[knob] is not None and config[knob] != value:
-            family = store.rstrip("0123456789")
-            raise UserError(f"{knob}={config[knob]} contradicts {store}, which is {value} bits; "
-                            f"leave {knob} away, or choose another of the {family} family")  # fmt: skip
+    _check_fixed(config, store, config.store)
     rule, slots = config.method.rule, config.store.slots
     columns: dict[str, Any] = {}
     others: dict[str, Any] = {}
     nodes = [rule, slots]
-    if (inner := rule.get("inner")) is not None:
-        others["inner"] = inner
-        rule.inner = _inner_rule(name, inner)
-        nodes.append(rule.inner)
+    for node, group, part in ((rule, "method", "rule"), (slots, "store", "slots")):
+        if (wrapped := node.get("inner")) is not None:
+            others["inner"] = wrapped
+            node.inner = _wrapped(config, group, wrapped)[part]
+            nodes.append(node.inner)
     for node in nodes:
         resolved = OmegaConf.to_container(node, resolve=True)
         assert isinstance(resolved, dict)
@@ -169,13 +166,24 @@ def method_config(config: DictConfig) -> MethodConfig:
     return MethodConfig(name, store, _plain(rule), _plain(slots), columns, others)
 
 
-def _inner_rule(wrapper: str, name: Any) -> DictConfig:
-    """The rule of the method of that name, to be wrapped: its node, which reads the run's own knobs."""
-    found = compose("config", [f"method={name}"]).method
-    if "fixed" in found or "inner" in found.rule:
-        raise UserError(f"inner={name} is no plain keep rule and cannot go into {wrapper}; type inner=snapkv")
-    rule: DictConfig = found.rule
-    return rule
+def _wrapped(config: DictConfig, group: str, name: Any) -> DictConfig:
+    """What a wrapper, config[group], goes around: the method or store of that name, which reads the run's own knobs."""
+    found: DictConfig = compose("config", [f"{group}={name}"])[group]
+    part, kind, example = ("rule", "keep rule", "snapkv") if group == "method" else ("slots", "store", "int4")
+    if "inner" in found[part] or (group == "method" and "fixed" in found):
+        raise UserError(f"inner={name} is no plain {kind} and cannot go into {config[group].name}; "
+                        f"type inner={example}, for example")  # fmt: skip
+    _check_fixed(config, name, found)
+    return found
+
+
+def _check_fixed(config: DictConfig, store: str, node: DictConfig) -> None:
+    """Raise UserError where a knob contradicts what a store's name says."""
+    for knob, value in node.get("fixed", {}).items():
+        if knob in KNOBS and config[knob] is not None and config[knob] != value:
+            family = store.rstrip("0123456789")
+            raise UserError(f"{knob}={config[knob]} contradicts {store}, which is {value} bits; "
+                            f"leave {knob} away, or choose another of the {family} family")  # fmt: skip
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:

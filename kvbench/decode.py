@@ -42,7 +42,7 @@ def generate(model: PreTrainedModel, ids: Tensor | None, cache: AnyCache, max_ne
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}; type max_new_tokens=1 or more")
-    if ids is None and cache.positions_processed > cache.prompt_tokens:
+    if ids is None and cache.seen > cache.prompt_tokens:
         raise UserError("the cache has been fed since its prompt; give the ids that follow, the last new token first")
     logits = cache.last_logits if ids is None else step(model, ids, cache)[:, -1]
     tokens: list[Tensor] = []

@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench import provenance
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import Method, check_model
+from kvbench.cache.build import Method, check_model, decode_kernel
 from kvbench.cache.rule import check_budget, is_whole
 from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
 from kvbench.errors import EXIT_SOME_FAILED, UserError
-from kvbench.kernels import KERNELS, choose
+from kvbench.kernels import KERNELS
 from kvbench.measure.bench import Bench, Entry
 from kvbench.measure.fidelity import fidelity
 from kvbench.measure.generation import LONGEST
@@ -214,7 +214,8 @@ def _entries(
         own_seed = {"seed": knobs["seed"]} if knobs.get("seed", config.seed) != config.seed else {}
         layout = {"mla": loaded.mla} if loaded.mla else {}
         others = _json(method_config.others | own_seed | layout)
-        kernel = "sdpa" if method.rule.needs_ids else choose(loaded.device, loaded.dtype, config.kernel).name
+        decode = decode_kernel(method, loaded.device, loaded.dtype, config.kernel)
+        kernel = "sdpa" if method.rule.needs_ids else decode.name
         row = replace(base, method=method_config.name, store=method_config.store, kernel=kernel, knobs=others,
                       **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip
         entries.append(Entry(method, label, row, knobs | method_config.others))

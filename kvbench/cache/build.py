@@ -23,7 +23,7 @@ from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
-from kvbench.kernels import REFERENCE, Kernel, choose
+from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
 from kvbench.shape import mla_layout
 
 
@@ -42,7 +42,7 @@ class Method:
         if self.rule.ragged_heads and mla is not None:
             raise UserError(f"method={self.name} moves budget between KV heads, and latent attention has but one; "
                             "choose method=snapkv or another rule")  # fmt: skip
-        if self.rule.ragged_heads and not (self.store.writable and self.store.poolable):
+        if self.rule.ragged_heads and (not self.store.writable or self.store.in_blocks):
             raise UserError(
                 f"method={self.name} gives heads different lengths in blocks of a pool, which "
                 f"{type(self.store).__name__} cannot be held in; choose store=dense, int8, int4, int2 or rot4"
@@ -78,6 +78,11 @@ class KVCache(Cache):
     def kernel_name(self) -> str:
         """What decode attention runs on."""
         return self.layers[0].kernel.name
+
+    @property
+    def seen(self) -> int:
+        """Tokens of a row so far, its prompt's included."""
+        return self.layers[0].seen
 
     @property
     def has_compressed(self) -> bool:
@@ -121,6 +126,10 @@ class PrefixCache:
         self.ids = ids
         self.last_logits = last_logits
         self.prompt_tokens = self.positions_processed = ids.shape[1]
+
+    @property
+    def seen(self) -> int:
+        return self.ids.shape[1]
 
     @property
     def kept_tokens(self) -> float:
@@ -184,7 +193,8 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         return PrefixCache(record.ids.clone(), record.logits.clone())
     method.check_combination(mla_layout(model.config))
     latents = latents_of(model)
-    decode = choose(record.ids.device, record.layers[0].key.dtype, kernel)  # before the clock starts: it may compile
+    # Before the clock starts: it may compile.
+    decode = decode_kernel(method, record.ids.device, record.layers[0].key.dtype, kernel)
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
@@ -194,6 +204,15 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
     return cache
+
+
+def decode_kernel(method: Method, device: torch.device, dtype: torch.dtype, wanted: str) -> Kernel:
+    """The kernel that a method's caches decode on; see `kvbench.kernels.choose`. Blocks of a pool are read by the
+    reference where the Triton kernel was wanted, and rows name it."""
+    kernel = choose(device, dtype, wanted)
+    if kernel.name == "triton" and (method.rule.ragged_heads or method.store.in_blocks):
+        return ReferenceKernel("the Triton kernel does not read blocks of a pool")
+    return kernel
 
 
 def check_model(model: PreTrainedModel, rule: KeepRule) -> None:

@@ -1,6 +1,6 @@
 """A layer's memory in blocks of a few slots, which heads of different lengths, or several sequences, share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ class Pool:
     """
 
     def __init__(self, store: Store, shape: SlotShape, heads: int, blocks: int, block_size: int = BLOCK_SIZE) -> None:
-        self.heads, self.blocks, self.block_size = heads, blocks, block_size
+        self.heads, self.blocks, self.block_size, self.device = heads, blocks, block_size, shape.device
         self.slots: Slots = store.allocate(pool_shape(shape, heads, blocks, block_size))
         zero = torch.zeros((), dtype=shape.dtype, device=shape.device)
         for first in range(0, self.rows, ZEROS):  # what a head does not have is read as well, and masked: no NaN there
@@ -60,11 +60,13 @@ class Pool:
         for _, tensor, _ in self.slots.buffers(0):
             tensor[:, :, target * n : (target + 1) * n] = tensor[:, :, source * n : (source + 1) * n]
 
-    def parts(self, table: Tensor, lengths: Tensor | None, length: int) -> tuple[list[Paged], list[Paged]]:
-        """Keys and values of the blocks in `table`, as kernels read them; see `Paged`."""
-        keys, values = (_rows_of_all(side[0]) for side in (self.slots.key_parts(), self.slots.value_parts()))
-        return ([Paged(keys, table, lengths, length, self.block_size)],
-                [Paged(values, table, lengths, length, self.block_size)])  # fmt: skip
+    def keys(self, table: Tensor, lengths: Tensor | None, length: int) -> Paged:
+        """The keys of the blocks in `table`, as kernels read them; see `Paged`."""
+        return Paged(_rows_of_all(self.slots.key_parts()), table, lengths, length, self.block_size)
+
+    def values(self, table: Tensor, lengths: Tensor | None, length: int) -> Paged:
+        """The values likewise."""
+        return Paged(_rows_of_all(self.slots.value_parts()), table, lengths, length, self.block_size)
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         """The store's tensors, with the share in use when `kept` rows hold tokens."""
@@ -76,10 +78,10 @@ def pool_shape(shape: SlotShape, heads: int, blocks: int, block_size: int = BLOC
     return replace(shape, batch=1, kv_heads=heads, slots=blocks * block_size)
 
 
-def _rows_of_all(part: Part) -> Dense | Packed | Coded:
-    if not isinstance(part, Dense | Packed | Coded):
-        raise TypeError(f"{type(part).__name__} rows cannot be blocks of a pool")
-    return part
+def _rows_of_all(parts: Sequence[Part]) -> Dense | Packed | Coded:
+    if len(parts) != 1 or not isinstance(parts[0], Dense | Packed | Coded):
+        raise TypeError(f"{parts} cannot be blocks of a pool")
+    return parts[0]
 
 
 def _as_one_row(x: Tensor, heads: int) -> Tensor:

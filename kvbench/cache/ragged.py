@@ -108,9 +108,9 @@ class RaggedLayer(CacheLayerMixin):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction."""
         reads = self.scores is not None and self.rule.reads_attention
-        keys, values = self.pool.parts(self.table, self.lengths, self.longest)
+        where = self.table, self.lengths, self.longest
         output, probabilities = self.kernel.attend(
-            self.pool.slots.turn_query(query), keys, values, scoring,
+            self.pool.slots.turn_query(query), [self.pool.keys(*where)], [self.pool.values(*where)], scoring,
             visible=self._visible(query.shape[2]), want_probabilities=reads,
         )  # fmt: skip
         if reads and self.scores is not None and probabilities is not None:

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from kvbench.report import panels, units
 from kvbench.report.panels import Drawn
-from kvbench.report.style import FAINT, INK, styles
+from kvbench.report.style import FAINT, INK, Looks
 
 # Fixed order and look of the parts of a cache.
 PARTS = {
@@ -21,29 +21,28 @@ PARTS = {
 OTHER = "#D0D0D0"
 
 
-def tpot(groups: dict[str, list[Drawn]]) -> Figure:
+def tpot(groups: dict[str, list[Drawn]], looks: Looks) -> Figure:
     """Median time per output token, with a tick at the 90th percentile."""
-    looks = styles(drawn.name for members in groups.values() for drawn in members)
-    figure, axes_list = _figure(groups, 0.9)
+    figure, axes_list = figure_of(groups, 0.9)
     for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
-        _prepare(axes, title, members)
+        prepare(axes, title, members)
         for y, drawn in enumerate(members):
             p50 = drawn.line.value("tpot_p50_ms") or 0
             p90 = drawn.line.value("tpot_p90_ms") or p50
             axes.barh(y, p50, height=0.62, color=looks[drawn.name].colour)
             axes.plot([p50, p90], [y, y], color=FAINT, linewidth=1.2)
             axes.plot([p90], [y], marker="|", color=FAINT, markersize=6)
-            _number(axes, max(p50, p90), y, units.significant(p50))
-        _finish(axes, f"ms per output token at {_context(members)}: median, tick at the 90th percentile")
+            number(axes, max(p50, p90), y, units.significant(p50))
+        finish(axes, f"ms per output token at {context_of(members)}: median, tick at the 90th percentile")
     return figure
 
 
 def memory(groups: dict[str, list[Drawn]], size: float, unit: str) -> Figure:
     """Held bytes by part (in units of `size` bytes), with the dense formula as a thin line."""
-    figure, axes_list = _figure(groups, 1.15)
+    figure, axes_list = figure_of(groups, 1.15)
     found: set[str] = set()
     for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
-        _prepare(axes, title, members)
+        prepare(axes, title, members)
         dense = next((value for drawn in members for value in drawn.line.values("dense_bytes")), None)
         if dense is not None:
             axes.axvline(dense / size, color=INK, linewidth=0.7, zorder=1)
@@ -57,8 +56,8 @@ def memory(groups: dict[str, list[Drawn]], size: float, unit: str) -> Figure:
                     axes.barh(y, value / size, left=left, height=0.62, color=PARTS.get(part, OTHER))
                     left += value / size
                     found.add(part)
-            _number(axes, left, y, units.significant(held / size))
-        _finish(axes, f"held by the cache at {_context(members)}, {unit}")
+            number(axes, left, y, units.significant(held / size))
+        finish(axes, f"held by the cache at {context_of(members)}, {unit}")
     handles: list[Patch | Line2D] = [
         Patch(color=PARTS.get(part, OTHER), label=part) for part in (*PARTS, "other") if part in found
     ]
@@ -70,12 +69,12 @@ def memory(groups: dict[str, list[Drawn]], size: float, unit: str) -> Figure:
     return figure
 
 
-def _figure(groups: dict[str, list[Drawn]], frame: float) -> tuple[Figure, list[Axes]]:
+def figure_of(groups: dict[str, list[Drawn]], frame: float) -> tuple[Figure, list[Axes]]:
     most = max(map(len, groups.values()))
     return panels.figure_of(len(groups), frame + 0.26 * most, columns=1)
 
 
-def _prepare(axes: Axes, title: str, members: Sequence[Drawn]) -> None:
+def prepare(axes: Axes, title: str, members: Sequence[Drawn]) -> None:
     axes.set_title(title)
     axes.set_yticks(range(len(members)), [drawn.label for drawn in members])
     axes.invert_yaxis()
@@ -83,15 +82,15 @@ def _prepare(axes: Axes, title: str, members: Sequence[Drawn]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _number(axes: Axes, x: float, y: float, text: str) -> None:
+def number(axes: Axes, x: float, y: float, text: str) -> None:
     axes.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=8)
 
 
-def _finish(axes: Axes, label: str) -> None:
-    axes.margins(x=0.1)
+def finish(axes: Axes, label: str) -> None:
+    axes.margins(x=0.1, y=0)
     axes.set_xlim(left=0)
     axes.set_xlabel(label)
 
 
-def _context(members: Sequence[Drawn]) -> str:
+def context_of(members: Sequence[Drawn]) -> str:
     return f"{members[0].line.row.context or 0:,} tokens of context"

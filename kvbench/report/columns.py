@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.report import units
-from kvbench.report.lines import Line
+from kvbench.report.lines import SETTING, Line
 from kvbench.report.names import IDENTITY, config_of, display_name, knob_text, varying_json, varying_knobs
 from kvbench.report.table import Column, text_column
-from kvbench.results import KINDS, KNOBS
+from kvbench.rows import KINDS, KNOBS, Row
 
 Chooser = Callable[[Sequence[float]], tuple[str, units.Format]]
 
@@ -24,6 +25,8 @@ class Headline:
     choose: Chooser
     rank: int = 0  # 0 stays always; the highest rank is dropped first when a terminal is too narrow
     folds: bool = False  # goes into the caption when it is the same on every line
+    better: Literal["low", "high"] | None = None  # which end is the good one
+    exact: bool = False  # counted, not sampled: two values differ whenever they are not equal
 
 
 def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Column]:
@@ -37,8 +40,9 @@ def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Co
     for knob in varying_knobs(rows):
         if knob == "knobs":
             continue
-        cells = [knob_text(knob, getattr(row, knob)) for row in rows]
-        columns.append(Column(knob, knob.replace("_", " "), cells, cells))
+        values = [getattr(row, knob) for row in rows]
+        cells = [knob_text(knob, value) for value in values]
+        columns.append(Column(knob, knob.replace("_", " "), cells, cells, numbers=_numbers(values)))
     extra = varying_json(rows)
     if any(extra.values()):
         columns.append(text_column("knobs", "knobs", [extra[config_of(row)] for row in rows]))
@@ -58,7 +62,7 @@ def _setting_columns(lines: Sequence[Line], shown: Sequence[Column], skip: Seque
         rank = 0 if len(set(finer)) > len(set(told)) else 4
         told = finer
         left = KINDS[name] is str
-        columns.append(Column(name, name.replace("_", " "), cells, cells, left=left, rank=rank))
+        columns.append(Column(name, name.replace("_", " "), cells, cells, left, rank, _numbers(values)))
     return columns
 
 
@@ -112,8 +116,49 @@ def metric_columns(lines: Sequence[Line], headlines: Iterable[Headline]) -> tupl
             continue
         full = [_cell(line, headline.metric, form, compact=False) for line in lines]
         compact = [_cell(line, headline.metric, form, compact=True) for line in lines]
-        columns.append(Column(headline.metric, header, full, compact, rank=headline.rank))
+        numbers = [line.value(headline.metric) for line in lines]
+        best = best_of(lines, headline)
+        columns.append(Column(headline.metric, header, full, compact, False, headline.rank, numbers, best))
     return columns, constants
+
+
+def best_of(lines: Sequence[Line], headline: Headline) -> frozenset[int]:
+    """In each setting the line, other than the baseline, that beats all others of its setting beyond the intervals.
+
+    A number without an interval beats nothing, unless it was counted.
+    """
+    if headline.better is None:
+        return frozenset()
+    groups: dict[tuple[Any, ...], list[tuple[float, float, int]]] = {}
+    for index, line in enumerate(lines):
+        row = line.get(headline.metric)
+        if row is not None and row.value is not None and not line.baseline:
+            setting = tuple(getattr(line.row, name) for name in (*SETTING, "context"))
+            groups.setdefault(setting, []).append((*_reach(row, headline), index))
+    found = set()
+    for members in groups.values():
+        # By the far end of the interval: only the least of these can lie beyond all others.
+        (_, far, first), *others = sorted(members, key=lambda member: member[1])
+        if others and far < min(near for near, _, _ in others):
+            found.add(first)
+    return frozenset(found)
+
+
+def _reach(row: Row, headline: Headline) -> tuple[float, float]:
+    """The interval of a number, turned so that low is good."""
+    value = row.value or 0.0
+    unknown = (-math.inf, math.inf)
+    bounds = unknown if row.low is None or row.high is None else (row.low, row.high)
+    low, high = (value, value) if headline.exact else bounds
+    return (low, high) if headline.better == "low" else (-high, -low)
+
+
+def _numbers(values: Iterable[Any]) -> list[float | None]:
+    """What to sort a column by; nothing where it holds words."""
+    known = list(values)
+    if any(isinstance(value, str | bool) for value in known):
+        return []
+    return [None if value is None else float(value) for value in known]
 
 
 def _cell(line: Line, metric: str, form: units.Format, *, compact: bool) -> str:

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.report import bars, panels, units
 from kvbench.report.lines import lines_of
+from kvbench.report.multiples import Curve, shade, small_multiples
 from kvbench.report.panels import Drawn
 from kvbench.report.place import Point
-from kvbench.report.style import INK, Style, styles
-from kvbench.results import Row
+from kvbench.report.style import INK, Looks, styles
+from kvbench.rows import Row
+
+CONTEXT = "context, tokens"
+CROWD = 12  # curves that one panel can hold
 
 
-def tpot_context(rows: Sequence[Row]) -> Figure | None:
+def tpot_context(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
     """Median time per output token, with a thin line up to the 90th percentile. None without latency rows."""
     groups = _groups(rows, "latency", "tpot_p50_ms")
     if not groups:
         return None
+    looks = looks or _looks(groups)
     if _contexts(groups) == 1:
-        return bars.tpot(groups)
+        return bars.tpot(groups, looks)
+    if crowd := _crowd(groups):
+        curves = _as_curves(crowd, "tpot_p50_ms", 1, _fitted)
+        return _with_floor(small_multiples(curves, CONTEXT, "time per output token, ms", looks, ticks=_ticks(crowd)))
     figure, axes_list = panels.figure_of(len(groups), _height(groups))
-    entries = _draw(axes_list, groups, "tpot_p50_ms", upper="tpot_p90_ms")
+    entries = _draw(axes_list, groups, looks, "tpot_p50_ms", upper="tpot_p90_ms")
     axes_list[0].set_ylabel("time per output token, ms")
     panels.legend_outside(figure, entries)
     return figure
 
 
-def memory_context(rows: Sequence[Row]) -> Figure | None:
+def memory_context(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
     """Held bytes, with the dense formula as a thin line. None without memory rows."""
     groups = _groups(rows, "memory", "held_bytes")
     if not groups:
@@ -41,8 +48,14 @@ def memory_context(rows: Sequence[Row]) -> Figure | None:
     size, unit = units.byte_unit([value for line in lines for value in line.values("held_bytes")])
     if _contexts(groups) == 1:
         return bars.memory(groups, size, unit)
+    looks = looks or _looks(groups)
+    if crowd := _crowd(groups):
+        curves = _as_curves(crowd, "held_bytes", size, _formula)
+        return small_multiples(
+            curves, CONTEXT, f"held by the cache, {unit}", looks, logarithmic=True, ticks=_ticks(crowd)
+        )
     figure, axes_list = panels.figure_of(len(groups), _height(groups))
-    entries = _draw(axes_list, groups, "held_bytes", size, proportional=True)
+    entries = _draw(axes_list, groups, looks, "held_bytes", size, proportional=True)
     panes = zip(axes_list, groups.values(), strict=True)
     dense = [line for axes, members in panes if (line := _draw_dense(axes, members, size)) is not None]
     axes_list[0].set_ylabel(f"held by the cache, {unit}")
@@ -53,6 +66,60 @@ def memory_context(rows: Sequence[Row]) -> Figure | None:
 def _groups(rows: Sequence[Row], measure: str, metric: str) -> dict[str, list[Drawn]]:
     lines = lines_of(rows, measure)
     return panels.grouped([line for line in lines if line.value(metric) is not None and line.row.context])
+
+
+def _looks(groups: dict[str, list[Drawn]]) -> Looks:
+    return styles(drawn.name for members in groups.values() for drawn in members)
+
+
+def _crowd(groups: dict[str, list[Drawn]]) -> list[Drawn]:
+    """The setting with most curves if they are too many for one panel: then each method gets its own."""
+    fullest = max(groups.values(), key=lambda members: len({drawn.label for drawn in members}))
+    return fullest if len({drawn.label for drawn in fullest}) > CROWD else []
+
+
+def _as_curves(
+    members: Sequence[Drawn], metric: str, size: float, formula: Callable[[Sequence[Drawn]], list[Point]]
+) -> list[Curve]:
+    by_label: dict[str, list[Drawn]] = {}
+    for drawn in sorted(members, key=lambda drawn: drawn.line.row.context or 0):
+        by_label.setdefault(drawn.label, []).append(drawn)
+    curves = []
+    for label, own in by_label.items():
+        points = [(float(drawn.line.row.context or 0), (drawn.line.value(metric) or 0) / size) for drawn in own]
+        thin = [(context, value / size) for context, value in formula(own)]
+        curves.append(Curve(own[0].name, label, own[0].line.row.budget, points, thin))
+    return sorted(curves, key=lambda curve: curve.name != "full")
+
+
+def _formula(members: Sequence[Drawn]) -> list[Point]:
+    """The method's own formula; the full cache's where a folder has none."""
+    for metric in ("analytic_bytes", "dense_bytes"):
+        known = [(float(drawn.line.row.context or 0), drawn.line.value(metric)) for drawn in members]
+        points = [(context, value) for context, value in known if value is not None]
+        if points:
+            return points
+    return []
+
+
+def _fitted(members: Sequence[Drawn]) -> list[Point]:
+    """The straight line of `slope_ms_per_1k` through the mean of the medians."""
+    slope = members[0].line.value("slope_ms_per_1k")
+    known = [(float(drawn.line.row.context or 0), drawn.line.value("tpot_p50_ms") or 0) for drawn in members]
+    if slope is None or len(known) < 2:
+        return []
+    middle = sum(context for context, _ in known) / len(known)
+    level = sum(value for _, value in known) / len(known)
+    return [(context, level + slope * (context - middle) / 1000) for context, _ in known]
+
+
+def _with_floor(figure: Figure) -> Figure:
+    figure.axes[0].set_ylim(bottom=0)  # shared by all panels
+    return figure
+
+
+def _ticks(members: Sequence[Drawn]) -> list[int]:
+    return sorted({drawn.line.row.context or 0 for drawn in members})
 
 
 def _contexts(groups: dict[str, list[Drawn]]) -> int:
@@ -67,6 +134,7 @@ def _height(groups: dict[str, list[Drawn]]) -> float:
 def _draw(
     axes_list: Sequence[Axes],
     groups: dict[str, list[Drawn]],
+    looks: Looks,
     metric: str,
     size: float = 1,
     upper: str | None = None,
@@ -77,7 +145,6 @@ def _draw(
     `upper` is a metric to draw a thin line up to. What is `proportional` to context gets a logarithmic y axis
     beside a logarithmic x axis, so that it stays a straight line.
     """
-    looks = styles(drawn.name for members in groups.values() for drawn in members)
     entries: dict[str, tuple[float, Line2D]] = {}
     for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
         axes.set_title(title)
@@ -128,16 +195,14 @@ def _nested(curves: dict[str, tuple[str, list[Point]]]) -> dict[str, float]:
     return sizes
 
 
-def _shades(curves: dict[str, tuple[str, list[Point]]], looks: dict[str, Style]) -> dict[str, str]:
+def _shades(curves: dict[str, tuple[str, list[Point]]], looks: Looks) -> dict[str, str]:
     """One colour a name; in a sweep its curves run from pale (the lowest) to full."""
     shades = {}
     for name, look in looks.items():
         family = [label for label, (other, _) in curves.items() if other == name]
         family.sort(key=lambda label: curves[label][1][-1][1])
         for rank, label in enumerate(family):
-            pale = 0.6 * (1 - (rank + 1) / len(family))
-            red, green, blue = (channel + (1 - channel) * pale for channel in to_rgb(look.colour))
-            shades[label] = to_hex((red, green, blue))
+            shades[label] = shade(look.colour, (rank + 1) / len(family))
     return shades
 
 

@@ -14,6 +14,7 @@ from kvbench.results import Row
 
 # Methods that hold every token exactly, or none at all: engaged = 0 is their nature, not a fault.
 EXACT = ("full", "recompute")
+MOST_CELLS = 8  # named in one warning
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ def find_all(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None =
         *_not_engaged(rows, names),
         *_better_than_full(rows, names),
         *_uninformative(rows),
+        *_unsteady(rows, names),
+        *_missing(rows, names),
+        *_converted(rows),
         *_notes(rows, names),
     ]
     return list(dict.fromkeys(found))
@@ -50,6 +54,10 @@ def _runs(runs: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         elif state != "ok":
             reason = status.get("error") or status.get("note") or "no reason recorded"
             yield Finding(f"run {state}", f"{name}: {_first_line(reason)}")
+        open_cells = [cell for cell in status.get("cells") or [] if cell.get("status") in ("waiting", "interrupted")]
+        if open_cells and state != "running":
+            told = [f"{cell.get('method')} {cell.get('measure')} {cell.get('context') or ''}" for cell in open_cells]
+            yield Finding("missing", f"{name}: not measured: {_listed([cell.strip() for cell in told])}")
 
 
 def _not_measured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
@@ -113,6 +121,39 @@ def _uninformative(rows: Sequence[Row]) -> Iterable[Finding]:
             yield Finding("uninformative", f"{place}: {text}")
 
 
+def _unsteady(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    for row in rows:
+        if row.metric == "steady" and row.value == 0 and row.status == "ok":
+            why = row.note or "step times drifted or jumped while it was measured"
+            yield Finding("unsteady timing", f"{_where(row, names)}: {_first_line(why)}")
+
+
+def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    """Methods without any row where the baseline of their setting was measured."""
+    there: dict[tuple[Any, ...], set[Config]] = {}
+    everyone: dict[tuple[Any, ...], set[Config]] = {}
+    based: set[tuple[Any, ...]] = set()
+    for row in rows:
+        if row.method is None or row.measure is None:
+            continue
+        setting = (row.model, row.kv_heads, row.dtype, row.device)
+        everyone.setdefault(setting, set()).add(config_of(row))
+        if row.context is not None:
+            there.setdefault((*setting, row.measure, row.context), set()).add(config_of(row))
+            if is_baseline(row) and row.status == "ok":
+                based.add((*setting, row.measure, row.context))
+    for place, configs in there.items():
+        absent = [names[config] for config in everyone[place[:-2]] - configs]
+        if place in based and absent:
+            yield Finding("missing", f"{place[-2]} at context {place[-1]:,}: not measured: {_listed(sorted(absent))}")
+
+
+def _converted(rows: Iterable[Row]) -> Iterable[Finding]:
+    for model in dict.fromkeys((row.model, row.kv_heads) for row in rows if row.converted):
+        yield Finding("not lossless", f"{model[0]} was converted to {model[1]} KV heads: its bytes and times stand for "
+                      "such a model, its quality does not")  # fmt: skip
+
+
 def _notes(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
     """Each note once, with everything it stands beside.
 
@@ -149,6 +190,11 @@ def _by_note(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def _where(row: Row, names: Mapping[Config, str]) -> str:
     place = f"{names[config_of(row)]}, {row.measure or 'run'}"
     return place if row.context is None else f"{place} at context {row.context:,}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_CELLS} more" if len(names) > MOST_CELLS else ""
+    return ", ".join(names[:MOST_CELLS]) + more
 
 
 def _first_line(text: Any) -> str:

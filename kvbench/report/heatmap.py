@@ -14,7 +14,7 @@ from kvbench.report import panels
 from kvbench.report.lines import Line, lines_of
 from kvbench.report.needle import Hits, Place, hits_of, uninformative
 from kvbench.report.panels import Drawn
-from kvbench.report.style import FAINT, INK, WIDTH
+from kvbench.report.style import FAINT, INK, WIDTH, Looks
 from kvbench.results import Row
 
 COLOURS = "cividis"  # lightness rises evenly, and looks the same to colour-blind readers
@@ -22,8 +22,11 @@ GREY = "#DDDDDD"
 GROUPS = ("model", "question", "dataset", "dtype", "device", "batch")
 
 
-def needle_maps(rows: Sequence[Row]) -> Figure | None:
-    """Lengths by depths, a panel a method; with one length only, methods by depths. None without hits."""
+def needle_maps(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
+    """Lengths by depths, a panel a method; with one length only, methods by depths. None without hits.
+
+    One scale of colour for hits serves all panels, so `looks` has no say here.
+    """
     lines = [line for line in lines_of(rows, "needle", by_context=False) if hits_of(line)]
     if not lines:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.report import units
@@ -91,7 +91,8 @@ def needle_tables(
     overall = [total(places.values()) for places in cells]
     columns += [_column("hits", "all", overall), _rate_column(overall, [None] * len(lines))]
     records = _totals(lines, cells, contexts)
-    summary = Table("needle", "Needle: hits by length", caption, (*identity, *columns, *counts), records)
+    rows = [line.row for line in lines]
+    summary = Table("needle", "Needle: hits by length", caption, (*identity, *columns, *counts), records, rows=rows)
     return [summary, grid]
 
 
@@ -115,7 +116,8 @@ def _grid(
     columns = [column.taken([index for _, index in order]) for column in identity]
     if several:
         lengths = [_length(context) for context, _ in order]
-        columns.append(Column("context", "length", lengths, lengths))
+        sizes = [None if context is None else float(context) for context, _ in order]
+        columns.append(Column("context", "length", lengths, lengths, numbers=sizes))
     marked = False
     for depth in depths:
         texts = []
@@ -125,7 +127,8 @@ def _grid(
             marked |= bad
             texts.append("–" if hits is None else f"{hits}{MARK if bad else ''}")
         header = "depth ?" if depth is None else f"depth {100 * depth:g}%"
-        columns.append(Column(f"depth_{depth}", header, texts, texts, rank=1))
+        found = [cells[index].get((context, depth)) for context, index in order]
+        columns.append(Column(f"depth_{depth}", header, texts, texts, rank=1, numbers=_rates(found)))
     overall = [total(_at(cells[index], context)) for context, index in order]
     pooled = [lines[index].cells.get(("hit_rate", context, None)) for context, index in order]
     columns += [_column("hits", "all", overall), _rate_column(overall, pooled)]
@@ -137,7 +140,8 @@ def _grid(
             f"{MARK} the full cache itself finds fewer than half: says little on compression",
         ]
     name, title = ("needle_grid", "Needle: hits by length and depth") if several else ("needle", "Needle")
-    return Table(name, title, caption, tuple(columns), _records(lines, cells), terminal=not several)
+    rows = [replace(lines[index].row, context=context) for context, index in order]
+    return Table(name, title, caption, tuple(columns), _records(lines, cells), not several, rows)
 
 
 def _length(context: int | None) -> str:
@@ -146,7 +150,7 @@ def _length(context: int | None) -> str:
 
 def _column(key: str, header: str, hits: Sequence[Hits | None], rank: int = 0) -> Column:
     texts = ["–" if cell is None else str(cell) for cell in hits]
-    return Column(key, header, texts, texts, rank=rank)
+    return Column(key, header, texts, texts, rank=rank, numbers=_rates(hits))
 
 
 def _rate_column(hits: Sequence[Hits | None], pooled: Sequence[Row | None]) -> Column:
@@ -157,7 +161,11 @@ def _rate_column(hits: Sequence[Hits | None], pooled: Sequence[Row | None]) -> C
         if cell is not None and row is not None and row.low is not None and row.high is not None:
             text = units.interval(text, f"{100 * row.low:.0f}%", f"{100 * row.high:.0f}%")
         texts.append(text)
-    return Column("rate", "hit rate", texts, texts)
+    return Column("rate", "hit rate", texts, texts, numbers=_rates(hits))
+
+
+def _rates(hits: Sequence[Hits | None]) -> list[float | None]:
+    return [None if cell is None else cell.rate for cell in hits]
 
 
 def _identity(line: Line) -> dict[str, Any]:

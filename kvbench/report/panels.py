@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 from kvbench.report.columns import short_model
 from kvbench.report.lines import SETTING, Line
 from kvbench.report.names import config_of, labels
-from kvbench.report.style import RC, WIDTH
+from kvbench.report.style import FAINT, RC, WIDTH
 
 # Where two lines of one panel would carry one label, what tells them apart.
 FINE = ("kernel", "protocol", "threads", "revision", "kv_heads", "converted", "seed")
@@ -127,6 +127,19 @@ def tokens(lengths: Sequence[int | None]) -> list[str]:
     known = [length for length in lengths if length is not None]
     short = len(known) > 3 and max(known) >= 4096 and all(n % 1024 == 0 for n in known if n > 1024)
     return ["?" if n is None else f"{n // 1024}k" if short and n >= 1024 else f"{n:,}" for n in lengths]
+
+
+def draw_front(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
+    """A Pareto front as thin steps behind everything else: from one of its points the next is had for more bytes."""
+    if len(front) > 1:
+        axes.step(*zip(*front, strict=True), where="post", color=FAINT, linewidth=0.7, alpha=0.8, zorder=1)
+
+
+def legend_below(figure: Figure, entries: Sequence[Artist]) -> None:
+    """One legend under all panels, in as many columns as the names allow."""
+    names = [str(entry.get_label()) for entry in entries]
+    columns = max(2, min(6, int(WIDTH / (0.55 + 0.075 * max(map(len, names))))))
+    figure.legend(entries, names, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.0)
 
 
 def legend_outside(figure: Figure, entries: Sequence[Artist]) -> None:

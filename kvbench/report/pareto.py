@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.report import panels, units
+from kvbench.report import panels, quality, units
 from kvbench.report.lines import Line, lines_of
 from kvbench.report.names import config_of
 from kvbench.report.panels import Drawn
 from kvbench.report.place import Label, Point, label_points
-from kvbench.report.style import FAINT, Style, styles
+from kvbench.report.style import FAINT, Looks, styles
 from kvbench.results import Row
 
+CROWD = 12  # methods with their settings in one panel, which then gets more room
 SETTING = ("model", "dataset", "context", "dtype", "device")
 
 
@@ -33,7 +34,7 @@ class Spot:
     high: float
 
 
-def perplexity_bytes(rows: Sequence[Row]) -> Figure | None:
+def perplexity_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
     """Perplexity, with its interval, against bytes held a sequence. None unless both were measured."""
     lines = [line for line in lines_of(rows, "perplexity") if line.value("ppl") is not None]
     memory = [line for line in lines_of(rows, "memory") if line.value("held_bytes") is not None]
@@ -44,8 +45,9 @@ def perplexity_bytes(rows: Sequence[Row]) -> Figure | None:
             groups[title] = spots
     if not groups:
         return None
-    looks = styles(spot.drawn.name for spots in groups.values() for spot in spots)
-    figure, axes_list = panels.figure_of(len(groups), 3.7 if len(groups) == 1 else 3.2)
+    looks = looks or styles(spot.drawn.name for spots in groups.values() for spot in spots)
+    tall = max(map(len, groups.values())) > CROWD
+    figure, axes_list = panels.figure_of(len(groups), 4.8 if tall else 3.7 if len(groups) == 1 else 3.2)
     for axes, (title, spots) in zip(axes_list, groups.items(), strict=True):
         axes.set_title(title)
         _draw(figure, axes, spots, looks)
@@ -79,7 +81,7 @@ def _distance(one: int | None, other: int | None) -> float:
     return abs(math.log(one / other)) if one and other else math.inf
 
 
-def _draw(figure: Figure, axes: Axes, spots: Sequence[Spot], looks: dict[str, Style]) -> None:
+def _draw(figure: Figure, axes: Axes, spots: Sequence[Spot], looks: Looks) -> None:
     size, unit = units.byte_unit([spot.held for spot in spots])
     held = [spot.held / size for spot in spots]
     bounds = [spot.low for spot in spots] + [spot.high for spot in spots]
@@ -101,6 +103,7 @@ def _draw(figure: Figure, axes: Axes, spots: Sequence[Spot], looks: dict[str, St
             x = spot.held / size
             axes.plot([x, x], [spot.low, spot.high], color=looks[name].colour, linewidth=1, zorder=2)
             segments.append(((x, spot.low), (x, spot.high)))
+    panels.draw_front(axes, quality.pareto_front([(spot.held / size, spot.ppl) for spot in spots]))
     at = f" at {min(contexts):,} tokens" if len(contexts) == 1 else ""
     axes.set_xlabel(f"held{at}, {unit} per sequence")
     axes.set_ylabel("perplexity")
@@ -122,7 +125,7 @@ def _label(
     axes: Axes,
     spots: Sequence[Spot],
     size: float,
-    looks: dict[str, Style],
+    looks: Looks,
     segments: Sequence[tuple[Point, Point]],
 ) -> None:
     """Names at the points. In a sweep the largest cache carries the name, the others only their knob."""

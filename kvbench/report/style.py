@@ -48,13 +48,16 @@ class Style:
         return look | {"markerfacecolor": face, "markeredgecolor": self.colour, "markeredgewidth": 1.2}
 
 
-def styles(names: Iterable[str]) -> dict[str, Style]:
+Looks = dict[str, Style]  # by display name
+
+
+def styles(names: Iterable[str]) -> Looks:
     """A style for every display name, distinct for up to 24 of them; `full` is always black.
 
     A name asks for the colour its hash points to. Should two ask for one, plain methods go before
     combinations, then the alphabet decides, and the other takes the next free colour.
     """
-    chosen = {BASELINE: Style(INK, "o", "-")}
+    chosen: Looks = {BASELINE: Style(INK, "o", "-")}
     taken: set[int] = set()
     for name in sorted(set(names) - {BASELINE}, key=lambda name: (name.count("+"), name)):
         wanted = hashlib.sha256(f"{SALT}:{name}".encode()).digest()[0] % len(PALETTE)

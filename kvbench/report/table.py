@@ -8,6 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvbench.rows import Row
+
 GAP = 2  # characters between two columns in a terminal
 
 
@@ -21,10 +27,15 @@ class Column:
     compact: list[str]
     left: bool = False
     rank: int = 0
+    numbers: Sequence[float | None] = ()  # what to sort by; empty: by the text
+    best: frozenset[int] = frozenset()  # lines that are better than every other one beyond the interval
 
     def taken(self, order: Sequence[int]) -> Column:
         """The same column with its cells in another order, some perhaps repeated."""
-        return replace(self, full=[self.full[i] for i in order], compact=[self.compact[i] for i in order])
+        numbers = [self.numbers[i] for i in order] if self.numbers else ()
+        best = frozenset(place for place, i in enumerate(order) if i in self.best)
+        full, compact = [self.full[i] for i in order], [self.compact[i] for i in order]
+        return replace(self, full=full, compact=compact, numbers=numbers, best=best)
 
     def narrow_header(self) -> str:
         """The header broken over lines, so that it is no wider than its cells need."""
@@ -48,6 +59,7 @@ class Table:
     columns: tuple[Column, ...]
     records: list[dict[str, Any]]
     terminal: bool = True  # False: for the page and the files only
+    rows: Sequence[Row] = ()  # for each line one of its rows: what it takes to measure it again
 
     @property
     def height(self) -> int:
@@ -85,7 +97,7 @@ def to_csv(table: Table) -> str:
 
 def to_markdown(table: Table) -> str:
     """A pipe table, columns padded so that the source reads well too."""
-    columns = [[_escaped(cell) for cell in (column.header, *column.full)] for column in table.columns]
+    columns = [[_escaped(cell) for cell in (column.header, *_marked(column))] for column in table.columns]
     widths = [max(3, *map(len, cells)) for cells in columns]
     padded = []
     for column, cells, width in zip(table.columns, columns, widths, strict=True):
@@ -93,6 +105,45 @@ def to_markdown(table: Table) -> str:
         cells.insert(1, rule)
         padded.append([cell.ljust(width) if column.left else cell.rjust(width) for cell in cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in zip(*padded, strict=True))
+
+
+def _marked(column: Column) -> list[str]:
+    return [f"**{cell}**" if index in column.best else cell for index, cell in enumerate(column.full)]
+
+
+def to_parquet(table: Table) -> bytes:
+    """The records as a parquet file, with the columns of the CSV."""
+    buffer = pa.BufferOutputStream()
+    frame = pd.DataFrame.from_records(table.records).dropna(axis="columns", how="all")
+    pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), buffer)
+    content: bytes = buffer.getvalue().to_pybytes()
+    return content
+
+
+def to_latex(table: Table) -> str:
+    """A `table` environment in booktabs rules, the best of a column in bold; \\usepackage{booktabs} is all it needs."""
+    spec = "".join("l" if column.left else "r" for column in table.columns)
+    lines = [" & ".join(_latex(column.header) for column in table.columns) + r" \\", r"\midrule"]
+    for index in range(table.height):
+        cells = [_latex(column.full[index]) for column in table.columns]
+        bold = [index in column.best for column in table.columns]
+        cells = [rf"\textbf{{{cell}}}" if strong else cell for cell, strong in zip(cells, bold, strict=True)]
+        lines.append(" & ".join(cells) + r" \\")
+    caption = ". ".join([table.title, ", ".join(table.caption)]).rstrip(". ") + "."
+    head = [r"\begin{table}", r"\centering", rf"\caption{{{_latex(caption)}}}", rf"\label{{tab:{table.name}}}"]
+    body = [rf"\begin{{tabular}}{{{spec}}}", r"\toprule", *lines, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*head, *body, r"\end{table}"]) + "\n"
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "Δ": r"$\Delta$", "–": "--", "†": r"$^\dagger$",
+    "±": r"$\pm$", ">": r"$>$", "<": r"$<$", "·": r"$\cdot$",
+}  # fmt: skip
+
+
+def _latex(text: str) -> str:
+    return "".join(LATEX.get(sign, sign) for sign in text)
 
 
 def _escaped(cell: str) -> str:

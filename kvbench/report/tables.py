@@ -37,30 +37,30 @@ COUNTS = (
 )
 HEADLINES: dict[str, tuple[Headline, ...]] = {
     "perplexity": (
-        Headline("ppl", "ppl", units.fixed(2)),
-        Headline("nll_minus_full", "ΔNLL", units.plainly(units.signed)),
-        Headline("kl", "KL", units.plainly(units.small)),
-        Headline("top1", "top-1", units.plainly(units.percent)),
+        Headline("ppl", "ppl", units.fixed(2), better="low"),
+        Headline("nll_minus_full", "ΔNLL", units.plainly(units.signed), better="low"),
+        Headline("kl", "KL", units.plainly(units.small), better="low"),
+        Headline("top1", "top-1", units.plainly(units.percent), better="high"),
     ),
     "memory": (
-        Headline("held_bytes", "held", units.in_bytes),
+        Headline("held_bytes", "held", units.in_bytes, better="low", exact=True),
         Headline("dense_bytes", "dense", units.in_bytes, folds=True),
         Headline("slack_bytes", "slack", units.in_bytes, rank=1),
-        Headline("bits_per_value", "bits/value", units.fixed(2)),
-        Headline("ratio", "ratio", units.fixed(2, "x")),
+        Headline("bits_per_value", "bits/value", units.fixed(2), better="low", exact=True),
+        Headline("ratio", "ratio", units.fixed(2, "x"), better="high", exact=True),
         Headline("peak_prefill_bytes", "peak prefill", units.in_bytes),
         Headline("peak_decode_bytes", "peak decode", units.in_bytes),
     ),
     "latency": (
-        Headline("prefill_ms", "prefill", units.plainly(units.significant, "ms")),
-        Headline("observe_ms", "observe", units.plainly(units.significant, "ms"), rank=1),
-        Headline("compress_ms", "compress", units.plainly(units.significant, "ms")),
-        Headline("ttft_ms", "TTFT", units.plainly(units.significant, "ms"), rank=1),
-        Headline("tpot_p50_ms", "TPOT p50", units.plainly(units.significant, "ms")),
-        Headline("tpot_p90_ms", "p90", units.plainly(units.significant, "ms")),
-        Headline("tpot_p99_ms", "p99", units.plainly(units.significant, "ms"), rank=1),
+        Headline("prefill_ms", "prefill", units.plainly(units.significant, "ms"), better="low"),
+        Headline("observe_ms", "observe", units.plainly(units.significant, "ms"), rank=1, better="low"),
+        Headline("compress_ms", "compress", units.plainly(units.significant, "ms"), better="low"),
+        Headline("ttft_ms", "TTFT", units.plainly(units.significant, "ms"), rank=1, better="low"),
+        Headline("tpot_p50_ms", "TPOT p50", units.plainly(units.significant, "ms"), better="low"),
+        Headline("tpot_p90_ms", "p90", units.plainly(units.significant, "ms"), better="low"),
+        Headline("tpot_p99_ms", "p99", units.plainly(units.significant, "ms"), rank=1, better="low"),
         Headline("slope_ms_per_1k", "slope", units.plainly(units.significant, "ms/1k")),
-        Headline("bandwidth_share", "bandwidth", units.plainly(units.percent), rank=1),
+        Headline("bandwidth_share", "bandwidth", units.plainly(units.percent), rank=1, better="high"),
         Headline("read_gb_per_s", "read GB/s", units.plainly(units.significant), rank=2),
     ),
 }
@@ -154,6 +154,7 @@ def _measure_table(measure: str, lines: list[Line]) -> Table:
         caption=caption,
         columns=(*identity_columns(lines), *status_column(lines), *columns),
         records=_records(lines),
+        rows=[line.row for line in lines],
     )
 
 
@@ -182,6 +183,7 @@ def _parts_table(lines: list[Line]) -> Table | None:
         columns=(*identity_columns(measured), *columns),
         records=_records(measured, ["held_bytes", *(f"held_bytes.{part}" for part in found)]),
         terminal=False,
+        rows=[line.row for line in measured],
     )
 
 

@@ -1,0 +1,75 @@
+"""Choosing an architecture: what one token costs in each, and whether the rows can say what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.report import units
+from kvbench.report.candidates import Group
+from kvbench.report.columns import short_model
+from kvbench.report.verdict import Advice
+from kvbench.rows import Row
+
+
+def advise_architecture(groups: Sequence[Group]) -> Advice:
+    """The architecture whose full cache is smallest per token, of those whose perplexity is not worse beyond intervals.
+
+    Models converted to fewer heads are left out: they measure bytes, not what training with those heads gives.
+    """
+    advice = Advice(
+        "architecture", "Choosing an architecture", "the least memory a token among models of equal quality", groups[0]
+    )
+    own = [group for group in groups if not group.row.converted and _per_token(group) is not None]
+    if len(own) < len(groups):
+        left = sum(bool(group.row.converted) for group in groups)
+        if left:
+            advice.limits.append(f"{left} converted model{'s' * (left > 1)} left out: conversion is not lossless")
+    own.sort(key=lambda group: _per_token(group) or 0)
+    advice.reasons += [_told(group) for group in own]
+    kinds = {group.row.arch for group in own}
+    if len(kinds) < 2:
+        known = ", ".join(sorted(str(kind) for kind in kinds)) or "none"
+        advice.reasons.clear()
+        return advice.silent(f"architectures measured: {known}; it takes two, each in a model trained with it")
+    advice.limits.append("the models differ in more than their attention: size, training and text")
+    comparable = [group for group in own if _ppl(group) is not None]
+    texts = {(row.dataset, row.context, row.tokenizer) for group in comparable if (row := _ppl(group)) is not None}
+    if len({group.row.arch for group in comparable}) < 2 or len(texts) > 1:
+        return advice.silent("no two architectures have a perplexity on the same text, context and tokenizer")
+    intervals = [_interval(group) for group in comparable]
+    lowest = min(high for _, high in intervals)
+    kept_up = [group for group, (low, _) in zip(comparable, intervals, strict=True) if low <= lowest]
+    advice.answer = _name(kept_up[0]) if kept_up else None
+    if len(kept_up) > 1:
+        advice.reasons.append(f"runner-up {_name(kept_up[1])}")
+    return advice
+
+
+def _name(group: Group) -> str:
+    return f"{group.row.arch} ({short_model(group.row.model)})"
+
+
+def _told(group: Group) -> str:
+    size = _per_token(group) or 0
+    unit, form = units.in_bytes([size])
+    row = _ppl(group)
+    quality = f", perplexity {row.value:.2f} [{row.low:.2f}, {row.high:.2f}]" if row is not None else ""
+    return f"{_name(group)}: {form(size)} {unit} a token in the full cache{quality}"
+
+
+def _per_token(group: Group) -> float | None:
+    base = group.baseline
+    held = base.numbers.get("held_bytes") if base is not None else None
+    if base is None or base.held is None or held is None or not held.context:
+        return None
+    return base.held / held.context
+
+
+def _ppl(group: Group) -> Row | None:
+    row = group.baseline.numbers.get("ppl") if group.baseline is not None else None
+    return row if row is not None and None not in (row.value, row.low, row.high) else None
+
+
+def _interval(group: Group) -> tuple[float, float]:
+    row = _ppl(group)
+    return (0.0, 0.0) if row is None else (row.low or 0.0, row.high or 0.0)

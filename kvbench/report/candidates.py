@@ -1,0 +1,141 @@
+"""Every compared method with its headline numbers of all measures side by side: for advice, summary and overview."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbench.report.lines import Line, lines_of
+from kvbench.report.names import Config, config_of, is_baseline, labels
+from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
+from kvbench.report.traits import Traits, measured_bounded, traits_of
+from kvbench.rows import Row
+
+QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
+# What must agree before one method's numbers are held against another's.
+GROUP = ("model", "kv_heads", "converted", "dtype", "device")
+
+
+@dataclass
+class Candidate:
+    """One method with its knobs. numbers: a row for each metric; hits: the pooled hit rate for each length."""
+
+    row: Row
+    label: str
+    numbers: dict[str, Row] = field(default_factory=dict)
+    hits: dict[int, Row] = field(default_factory=dict)
+
+    def value(self, metric: str) -> float | None:
+        row = self.numbers.get(metric)
+        return None if row is None else row.value
+
+    @property
+    def held(self) -> float | None:
+        """Bytes a sequence."""
+        row = self.numbers.get("held_bytes")
+        return None if row is None or row.value is None else row.value / (row.batch or 1)
+
+    @property
+    def traits(self) -> Traits:
+        """As declared, but for `bounded` where the rows tell."""
+        declared = traits_of(self.row)
+        measured = measured_bounded(self.row, self.numbers.get("kept_tokens"))
+        return declared if measured is None else replace(declared, bounded=measured)
+
+
+@dataclass
+class Group:
+    """The methods that were measured in one setting, and where each measure's numbers were taken."""
+
+    row: Row
+    baseline: Candidate | None = None
+    members: list[Candidate] = field(default_factory=list)  # without the baseline
+    contexts: dict[str, int] = field(default_factory=dict)  # measure -> context that its numbers belong to
+    lengths: list[int] = field(default_factory=list)  # of needles that the full cache finds
+
+    def ratio(self, candidate: Candidate) -> float | None:
+        """How many times less than the full cache it holds."""
+        if self.baseline is None or not self.baseline.held or not candidate.held:
+            return None
+        return self.baseline.held / candidate.held
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """One group a setting, in order of appearance, with a candidate for each config."""
+    names = labels([row for row in rows if row.method])
+    settings: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.method is not None:
+            settings.setdefault(tuple(getattr(row, name) for name in GROUP), []).append(row)
+    return [_group(own, names) for own in settings.values()]
+
+
+def _group(rows: list[Row], names: dict[Config, str]) -> Group:
+    group = Group(rows[0])
+    found: dict[Config, Candidate] = {}
+    for row in rows:
+        found.setdefault(config_of(row), Candidate(row, names[config_of(row)]))
+    everyone = {config: candidate for config, candidate in found.items() if is_baseline(candidate.row)}
+    group.baseline = next(iter(everyone.values()), None)
+    group.members = [candidate for config, candidate in found.items() if config not in everyone]
+    _take(group, found, rows, "perplexity", (*QUALITY, "held_bytes"))
+    # Bytes of the memory measure go before those that the perplexity run counted on its way.
+    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes"))
+    _take(group, found, rows, "latency", ("tpot_p50_ms", "bandwidth_share"))
+    _take_needles(group, found, rows)
+    return group
+
+
+def _take(
+    group: Group, found: dict[Config, Candidate], rows: list[Row], measure: str, metrics: Iterable[str]
+) -> None:
+    """Numbers at the longest context at which the baseline was measured; they replace earlier ones for all or none."""
+    lines = lines_of(rows, measure)
+    told = [line for line in lines if any(line.get(metric) for metric in metrics) and line.row.context is not None]
+    bases = [line.row.context for line in told if line.baseline] or [line.row.context for line in told]
+    if not bases:
+        return
+    context = max(known for known in bases if known is not None)
+    here = [line for line in told if line.row.context == context]
+    group.contexts[measure] = context
+    for metric in metrics:
+        numbers = {config_of(line.row): row for line in here if (row := line.get(metric)) is not None}
+        if numbers:
+            for candidate in found.values():
+                candidate.numbers.pop(metric, None)
+        for config, row in numbers.items():
+            found[config].numbers[metric] = row
+
+
+def _take_needles(group: Group, found: dict[Config, Candidate], rows: list[Row]) -> None:
+    lines = [line for line in lines_of(rows, "needle", by_context=False) if line.row.question in (None, "after")]
+    pooled = {config_of(line.row): _pooled(line) for line in lines}
+    base = next((pooled[config_of(line.row)] for line in lines if line.baseline), {})
+    group.lengths = sorted(length for length, row in base.items() if (row.value or 0) >= INFORMATIVE)
+    for config, by_length in pooled.items():
+        found[config].hits = {length: by_length[length] for length in group.lengths if length in by_length}
+        if group.lengths and group.lengths[-1] in by_length:
+            found[config].numbers["hit_rate"] = by_length[group.lengths[-1]]
+
+
+def _pooled(line: Line) -> dict[int, Row]:
+    """The hit rate over all depths of each length, with its interval."""
+    places = hits_of(line)
+    result = {}
+    for length in {context for context, _ in places if context is not None}:
+        row = line.cells.get(("hit_rate", length, None))
+        hits = total([hits for (context, _), hits in places.items() if context == length])
+        if hits is not None:
+            row = row if row is not None and row.low is not None else _wilson(line.row, length, hits)
+            result[length] = replace(row, value=hits.rate, n=hits.n)
+    return result
+
+
+def _wilson(row: Row, length: int, hits: Hits) -> Row:
+    """Wilson's 95% interval of a share."""
+    z2, n, rate = 1.959964**2, hits.n, hits.rate
+    centre, reach = (rate + z2 / (2 * n)) / (1 + z2 / n), (z2 * (rate * (1 - rate) / n + z2 / (4 * n * n))) ** 0.5
+    low, high = centre - reach / (1 + z2 / n), centre + reach / (1 + z2 / n)
+    bounds = {"low": max(0.0, low), "high": min(1.0, high)}
+    return replace(row, metric="hit_rate", context=length, depth=None, value=rate, n=n, unit="share", **bounds)

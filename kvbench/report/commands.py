@@ -1,0 +1,80 @@
+"""The command that measures one line of a table again, from what its run recorded."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from kvbench.results import CONFIG
+from kvbench.rows import KNOBS, Row
+
+COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
+# Settings of a sweep that a single cell does not need.
+LEFT_OUT = (*COLUMNS, "method", "store", "compare", "measure", "seed", "rerun", "results_dir", "sweep")
+MEASURES = ("perplexity", "needle", "memory", "latency", "fidelity")
+CONTEXTS = {"perplexity": "context", "needle": "lengths", "memory": "contexts", "latency": "contexts"}
+
+
+@dataclass
+class Recorded:
+    """The command of a run, and its config, read only if the command alone does not tell."""
+
+    command: str
+    folder: Path | None = None
+    _config: dict[str, Any] | None = field(default=None, repr=False)
+
+    def setting(self, key: str) -> Any:
+        """A resolved setting by its dotted name; of a group (`model`) its choice. None if it is not known."""
+        if self._config is None:
+            file = self.folder / CONFIG if self.folder is not None else None
+            content = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+            self._config = content if isinstance(content, dict) else {}
+        node: Any = self._config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node.get("name") if isinstance(node, Mapping) else node
+
+
+def command_of(row: Row, recorded: Recorded) -> str | None:
+    """`python -m kvbench 'compare=["method=h2o budget=256"]' 'measure=[perplexity]' ...`; None if it cannot be told."""
+    words = shlex.split(recorded.command)
+    if row.method is None or row.measure is None or "kvbench" not in words:
+        return None
+    kept = [word for word in words[words.index("kvbench") + 1 :] if _belongs(word, row.measure)]
+    told = dict(word.split("=", 1) for word in kept)
+    for key, value in told.items():
+        if re.search(r",(?![^\[]*\])", value) and (one := recorded.setting(key)) is not None:
+            told[key] = str(one)  # swept over: what this run had
+    if row.context is not None and row.measure in CONTEXTS:
+        name = CONTEXTS[row.measure]
+        told[f"{row.measure}.{name}"] = str(row.context) if name == "context" else f"[{row.context}]"
+    settings = [f"{key}={value}" for key, value in told.items()]
+    return shlex.join(
+        ["python", "-m", "kvbench", f'compare=["{_entry(row)}"]', f"measure=[{row.measure}]", *settings]
+    )
+
+
+def _belongs(word: str, measure: str) -> bool:
+    key = word.split("=", 1)[0].lstrip("+")
+    root = key.split(".", 1)[0]
+    if "=" not in word or root in LEFT_OUT or root.startswith("hydra"):
+        return False
+    return root not in MEASURES or root == measure
+
+
+def _entry(row: Row) -> str:
+    words = [f"method={row.method}"]
+    if row.store not in (None, "dense", row.method):
+        words.append(f"store={row.store}")
+    for name in COLUMNS:
+        value = getattr(row, name)
+        if value is None or (name in ("k_bits", "v_bits") and value == row.bits):
+            continue
+        words.append(f"{name}={value:.10g}" if isinstance(value, float) else f"{name}={value}")
+    return " ".join([*words, *([f"seed={row.seed}"] if row.seed else [])])

@@ -1,0 +1,118 @@
+"""report.md: the same report for a repository's viewer, with its tables and plots beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvbench.report.findings import Finding
+from kvbench.report.plots import Plot
+from kvbench.report.table import Table, to_markdown
+from kvbench.report.tables import shared_caption
+from kvbench.report.verdict import Advice
+from kvbench.results import PROVENANCE
+
+if TYPE_CHECKING:
+    from kvbench.report.page import Report
+
+MOST_COMMANDS = 20
+NO_WARNINGS = "None: every method engaged, nothing failed, nothing beat the full cache beyond an interval."
+READING = """\
+ΔNLL: nats per token above the full cache on the same tokens. KL: full cache against method, nats per token.
+top-1: share of tokens for which both prefer the same next token. engaged: share of the scored tokens that
+were predicted after an eviction or a quantisation. kept: tokens held per KV head. TTFT: time to first token.
+TPOT: time per output token. Brackets: the interval that the rows give. Bold: better than every other method
+beyond the intervals. The CSV files hold unrounded numbers.
+"""
+
+
+def to_page(report: Report) -> str:
+    """The whole report as Markdown, links relative to its folder."""
+    sections = [
+        f"# {report.title}",
+        report.size,
+        "## Warnings\n\n" + (_listed(report.findings) or NO_WARNINGS),
+        "## Summary\n\n" + "\n".join(f"- {_safe(sentence)}" for sentence in report.summary) if report.summary else "",
+        "## Advice\n\n" + _advice(report.advice) if report.advice else "",
+        *_tables(report.tables),
+        "## Plots\n\n" + _plots(report.plots) if report.plots else "",
+        f"## Traits\n\n{to_markdown(report.traits)}" if report.traits is not None else "",
+        "## How it was measured\n\n" + _listed(report.remarks) if report.remarks else "",
+        "## Reproduce\n\n" + commands(report),
+        "## Provenance\n\n" + "\n".join(f"- `{run}`: {machine(known)}" for run, known in report.provenance.items()),
+    ]
+    return "\n\n".join(section.rstrip("\n") for section in sections if section) + "\n"
+
+
+def commands(report: Report) -> str:
+    """The commands of the runs as a code block, each once."""
+    known = list(dict.fromkeys(run.command for run in report.runs.values() if run.command))
+    if not known:
+        return "No command was recorded."
+    more = len(known) - MOST_COMMANDS
+    rest = f"\n\n... and {more} more, each in its run's {PROVENANCE}." if more > 0 else ""
+    return "```bash\n" + "\n".join(known[:MOST_COMMANDS]) + "\n```" + rest
+
+
+def _tables(tables: Sequence[Table]) -> list[str]:
+    shared = shared_caption([table for table in tables if table.name != "overview"])
+    sections = []
+    if tables:
+        common = f"All tables: {' · '.join(shared)}.\n\n" if shared else ""
+        sections.append(f"## Results\n\n{common}{READING}")
+    for table in tables:
+        own = " · ".join(part for part in table.caption if part not in shared)
+        files = ", ".join(f"[{ending}]({table.name}.{ending})" for ending in ("csv", "parquet", "tex"))
+        sections.append(f"### {table.title}\n\n{to_markdown(table)}\n{own + '. ' if own else ''}Numbers: {files}")
+    return sections
+
+
+def _plots(plots: Sequence[Plot]) -> str:
+    images = [
+        f"![{plot.caption}]({plot.file})\n\n*{plot.caption}.* [pdf]({plot.file.removesuffix('.png')}.pdf)"
+        for plot in plots
+    ]
+    return "\n\n".join(images)
+
+
+def _advice(advice: Sequence[Advice]) -> str:
+    several = len({id(one.group) for one in advice}) > 2
+    parts = []
+    for one in advice:
+        where = f" ({_safe(str(one.group.row.model))})" if several and one.key != "architecture" else ""
+        lines = [f"**{one.title}**{where} — {one.need}: **{_safe(one.headline)}**", ""]
+        lines += [f"- {_safe(reason)}" for reason in one.reasons]
+        lines += [f"- *cannot say:* {_safe(limit)}" for limit in one.limits]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _listed(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"- **{finding.kind}**: {_safe(finding.text)}" for finding in findings)
+
+
+def _safe(text: str) -> str:
+    """Text of others (error messages, notes) without the signs that Markdown would act on."""
+    for sign in ("\\", "`", "*", "_", "<", "[", "]"):
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
+def machine(known: Mapping[str, Any]) -> str:
+    """Code, packages and machine of a run in one line."""
+    if not known:
+        return f"no {PROVENANCE}"
+    packages = known.get("packages") or {}
+    named = ("kvbench", "torch", "transformers")
+    versions = [f"{name} {packages[name]}" for name in named if name in packages]
+    git = known.get("git") or {}
+    commit = f"commit {str(git['commit'])[:12]}" if git.get("commit") else "no commit recorded"
+    if git.get("dirty"):
+        commit += f" with changes (sha256 {str(git.get('diff_sha256'))[:12]})"
+    cpu = known.get("cpu") or {}
+    devices = [f"{cpu.get('name', 'unknown CPU')}, {cpu.get('usable_cores', '?')} cores"]
+    devices += [str(gpu.get("name")) for gpu in known.get("gpus") or []]
+    source = f"source {str(known.get('source_hash'))[:12]}"
+    parts = [commit, source, *versions, f"Python {known.get('python', '?')}", *devices]
+    threads = [f"{key}={value}" for key, value in (known.get("environment") or {}).items()]
+    return "; ".join([*parts, *threads, str(known.get("time_utc", "time unknown"))])

@@ -1,0 +1,95 @@
+"""The table at the head of a report: every method once, with its quality, memory and speed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvbench.report import units
+from kvbench.report.candidates import Candidate, Group
+from kvbench.report.columns import Headline, identity_columns, metric_columns, short_model
+from kvbench.report.lines import Cell, Line
+from kvbench.report.names import IDENTITY
+from kvbench.report.table import Column, Table, text_column
+from kvbench.rows import Row
+
+# What belongs to one measure and says nothing about a line over all of them.
+OF_ONE_MEASURE = (
+    "context", "batch", "kernel", "threads", "protocol", "question", "revision", "seed", "dataset", "stride", "bos",
+    "tokenizer",
+)  # fmt: skip
+HEADLINES = (
+    Headline("nll_minus_full", "ΔNLL", units.plainly(units.signed), better="low"),
+    Headline("kl", "KL", units.plainly(units.small), better="low"),
+    Headline("top1", "top-1", units.plainly(units.percent), better="high"),
+    Headline("hit_rate", "needles", units.plainly(units.percent), better="high"),
+    Headline("held_bytes", "held", units.in_bytes, better="low", exact=True),
+    Headline("times_less", "less", units.fixed(1, "x"), better="high", exact=True),
+    Headline("tpot_p50_ms", "TPOT", units.plainly(units.significant, "ms"), better="low"),
+)
+PLACES = {"perplexity": "quality after", "memory": "memory at", "latency": "TPOT at"}
+
+
+def overview(groups: Sequence[Group]) -> Table | None:
+    """One line a method and setting; None where fewer than two measures or two methods make a comparison."""
+    lines = [_line(member, group) for group in groups for member in _members(group)]
+    columns, _ = metric_columns(lines, HEADLINES)
+    if len(lines) < 2 or not columns:
+        return None
+    places = [_place(group) for group in groups for _ in _members(group)]
+    identity = identity_columns(lines, skip=OF_ONE_MEASURE)
+    caption = [f"model {short_model(groups[0].row.model)}"] if len({group.row.model for group in groups}) == 1 else []
+    if len(set(places)) == 1:
+        caption += places[0].split("; ")
+    else:
+        identity.append(text_column("measured", "measured", places))
+    return Table(
+        "overview", "All methods", caption, (*identity, *_told(columns, lines)), _records(lines), terminal=False,
+        rows=[line.row for line in lines],
+    )  # fmt: skip
+
+
+def _members(group: Group) -> list[Candidate]:
+    return [*([group.baseline] if group.baseline is not None else []), *group.members]
+
+
+def _line(member: Candidate, group: Group) -> Line:
+    """The candidate as a line whose numbers stand at no context in particular."""
+    numbers = dict(member.numbers)
+    if member.held is not None:
+        held = replace(numbers["held_bytes"], value=member.held)
+        numbers["held_bytes"] = held
+        if (ratio := group.ratio(member)) is not None:
+            numbers["times_less"] = replace(held, metric="times_less", value=ratio, unit="x")
+    cells: dict[Cell, Row] = {(metric, None, None): row for metric, row in numbers.items()}
+    return Line(replace(member.row, context=None), cells)
+
+
+def _place(group: Group) -> str:
+    told = [f"{PLACES[measure]} {context:,} tokens" for measure, context in group.contexts.items()]
+    if group.lengths:
+        told.append(f"needles in {group.lengths[-1]:,}")
+    return "; ".join(told)
+
+
+def _told(columns: Sequence[Column], lines: Sequence[Line]) -> list[Column]:
+    """Without the columns that only the baseline has."""
+    others = [index for index, line in enumerate(lines) if not line.baseline]
+    return [column for column in columns if any(column.numbers[index] is not None for index in others)]
+
+
+def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    records = []
+    for line in lines:
+        known = {name: getattr(line.row, name) for name in IDENTITY if name not in OF_ONE_MEASURE}
+        record: dict[str, Any] = {"method_shown": line.name, **known}
+        for (metric, _, _), row in line.cells.items():
+            record |= {metric: row.value, **_bounds(metric, row)}
+        records.append(record)
+    return records
+
+
+def _bounds(metric: str, row: Row) -> dict[str, float]:
+    found = {f"{metric}_low": row.low, f"{metric}_high": row.high}
+    return {name: value for name, value in found.items() if value is not None}

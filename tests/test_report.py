@@ -418,26 +418,29 @@ def test_tick_labels_and_legend_overlap_nothing(draw: object, made: list[Row]) -
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
 
 
-def test_plots_are_written_and_hold_something(tmp_path: Path) -> None:
+def test_plots_are_written_twice_and_hold_something(tmp_path: Path) -> None:
     drawn = draw_all(rows(), tmp_path)
     assert [plot.file for plot in drawn] == [
-        "perplexity_bytes.png", "needle.png", "latency_context.png", "memory_context.png",
+        "perplexity_bytes.png", "quality_bytes.png", "needle.png", "latency_context.png", "bandwidth.png",
+        "memory_context.png",
     ]  # fmt: skip
     for plot in drawn:
         image = plt.imread(tmp_path / plot.file)
         assert image.shape[1] > 1000 and image[..., :3].std() > 0.05
+        assert (tmp_path / plot.file).with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+        assert plot.caption in plot.alt
 
 
 @pytest.mark.parametrize(
     ("measures", "files"),
     [
-        (["perplexity"], []), (["needle"], ["needle.png"]), (["latency"], ["latency_context.png"]),
-        (["memory"], ["memory_context.png"]), ([], []),
+        (["perplexity"], []), (["needle"], ["needle"]), (["latency"], ["latency_context", "bandwidth"]),
+        (["memory"], ["memory_context"]), ([], []),
     ],
 )  # fmt: skip
 def test_each_plot_only_if_its_rows_exist(tmp_path: Path, measures: list[str], files: list[str]) -> None:
-    assert [plot.file for plot in draw_all(rows(measures=measures), tmp_path)] == files
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(files)
+    assert [plot.file for plot in draw_all(rows(measures=measures), tmp_path)] == [f"{file}.png" for file in files]
+    assert {file.stem for file in tmp_path.iterdir()} == set(files)
 
 
 def test_bytes_come_from_the_perplexity_run_itself_if_it_counted_them() -> None:
@@ -454,7 +457,7 @@ def test_undefined_and_infinite_numbers_break_no_plot(tmp_path: Path) -> None:
     made = rows(measures=["perplexity", "memory", "latency"], contexts=[1024])
     made = [replace(row, value=float("inf")) if row.metric == "ppl" and row.method == "random" else row for row in made]
     made = [replace(row, value=None) if row.metric == "tpot_p90_ms" else row for row in made]
-    assert len(draw_all(made, tmp_path)) == 3
+    assert len(draw_all(made, tmp_path)) == 5
 
 
 # the command
@@ -473,7 +476,7 @@ def test_report_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     run = run_of(tmp_path, rows())
     assert main([str(run.path)]) == 0
     page = run.path / "report" / "report.md"
-    assert capsys.readouterr().out.strip() == str(page)
+    assert capsys.readouterr().out.strip() == str(page.with_suffix(".html"))
     text = page.read_text()
     assert text.startswith("# KV cache comparison: Toy-135M\n")
     assert "python -m kvbench 'compare=[full,h2o]'" in text and "None: every method engaged" in text

@@ -13,6 +13,7 @@ from kvbench.report.traits import Traits, measured_bounded, traits_of
 from kvbench.rows import Row
 
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
+PROTOCOL = "prefill_decode"  # where a measure has several, the one that compresses a prompt and decodes after it
 # What must agree before one method's numbers are held against another's.
 GROUP = ("model", "kv_heads", "converted", "dtype", "device")
 
@@ -84,6 +85,7 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
     _take(group, found, rows, "memory", ("held_bytes", "dense_bytes"))
     _take(group, found, rows, "latency", ("tpot_p50_ms", "bandwidth_share"))
     _take_needles(group, found, rows)
+    group.members.sort(key=lambda member: not member.numbers)  # what only failed goes last
     return group
 
 
@@ -93,6 +95,7 @@ def _take(
     """Numbers at the longest context at which the baseline was measured; they replace earlier ones for all or none."""
     lines = lines_of(rows, measure)
     told = [line for line in lines if any(line.get(metric) for metric in metrics) and line.row.context is not None]
+    told = [line for line in told if line.row.protocol == PROTOCOL] or told
     bases = [line.row.context for line in told if line.baseline] or [line.row.context for line in told]
     if not bases:
         return

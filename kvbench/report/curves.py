@@ -114,7 +114,8 @@ def _fitted(members: Sequence[Drawn]) -> list[Point]:
 
 
 def _with_floor(figure: Figure) -> Figure:
-    figure.axes[0].set_ylim(bottom=0)  # shared by all panels
+    axes = figure.axes[0]  # the others share its scale
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.04)
     return figure
 
 

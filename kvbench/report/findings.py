@@ -129,7 +129,7 @@ def _unsteady(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Find
 
 
 def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
-    """Methods without any row where the baseline of their setting was measured."""
+    """Methods that have numbers, but not where the baseline of their setting was measured."""
     there: dict[tuple[Any, ...], set[Config]] = {}
     everyone: dict[tuple[Any, ...], set[Config]] = {}
     based: set[tuple[Any, ...]] = set()
@@ -137,13 +137,14 @@ def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Findi
         if row.method is None or row.measure is None:
             continue
         setting = (row.model, row.kv_heads, row.dtype, row.device)
-        everyone.setdefault(setting, set()).add(config_of(row))
+        if row.status == "ok":
+            everyone.setdefault(setting, set()).add(config_of(row))
         if row.context is not None:
             there.setdefault((*setting, row.measure, row.context), set()).add(config_of(row))
             if is_baseline(row) and row.status == "ok":
                 based.add((*setting, row.measure, row.context))
     for place, configs in there.items():
-        absent = [names[config] for config in everyone[place[:-2]] - configs]
+        absent = [names[config] for config in everyone.get(place[:-2], set()) - configs]
         if place in based and absent:
             yield Finding("missing", f"{place[-2]} at context {place[-1]:,}: not measured: {_listed(sorted(absent))}")
 

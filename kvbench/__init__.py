@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvbench.api import load_method, load_model
     from kvbench.cache.build import build_cache, prefill
+    from kvbench.calibrate import calibrate
     from kvbench.decode import generate
     from kvbench.results import load
 
 __version__ = "0.1.0"
-__all__ = ["build_cache", "generate", "load", "load_method", "load_model", "prefill"]
+__all__ = ["build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
 
 # torch's threads spin for a millisecond at every barrier before they sleep. Where another process has one of the cores
 # that costs each decode step several times its work; a shorter spin costs nothing elsewhere. Read when torch is loaded.
@@ -32,6 +33,7 @@ if (_checkout / "methods").is_dir() and (_checkout / "conf").is_dir():
 _HOMES = {
     "build_cache": "kvbench.cache.build",
     "prefill": "kvbench.cache.build",
+    "calibrate": "kvbench.calibrate",
     "generate": "kvbench.decode",
     "load_method": "kvbench.api",
     "load_model": "kvbench.api",

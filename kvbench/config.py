@@ -18,7 +18,7 @@ from kvbench.errors import UserError
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
 
-OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis")
+OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy")
 """Root keys likewise, kept in the row's `knobs`."""
 
 GROUPS = ("method", "store", "model", "data")

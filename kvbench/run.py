@@ -16,6 +16,7 @@ from kvbench import provenance
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import Method, check_model, decode_kernel
 from kvbench.cache.rule import check_budget, is_whole
+from kvbench.calibrate import calibrate, check_calibration
 from kvbench.config import MethodConfig, check_measures
 from kvbench.data import Text, load_text, tokenize
 from kvbench.errors import EXIT_SOME_FAILED, UserError
@@ -26,7 +27,7 @@ from kvbench.measure.generation import LONGEST
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
 from kvbench.measure.needle import needle
-from kvbench.measure.perplexity import check_stream, perplexity
+from kvbench.measure.perplexity import check_stream, perplexity, window_offsets
 from kvbench.measure.prompts import check_prompts
 from kvbench.model import (
     LoadedModel,
@@ -73,6 +74,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if "needle" in settings:
         check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
     check_methods([method for _, method in entries], settings, shape)
+    if any(method.store.calibrates for _, method in entries):
+        _check_calibration(settings.get("perplexity"), text, len(tokens))
     device = pick_device(spec.device)
     facts = Facts(_weights(spec, shape), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
                   str(config.kernel), torch.get_num_threads())  # fmt: skip
@@ -87,6 +90,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         progress.say(f"note: {loaded.name}: {loaded.remark}")
     for _, method in entries:
         check_model(loaded.model, method.rule)
+    entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
     bench = Bench(loaded, _entries(entries, loaded, text, config), tokens, progress,
                   config.kernel, config.save_tokens, config.seed)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
@@ -174,6 +178,12 @@ def check_methods(methods: list[Method], settings: dict[str, Any], shape: ModelS
             check_stream(method)
         for prompt in sorted(prompts):
             method.rule.tokens(prompt)
+
+
+def _check_calibration(scored: Any, text: Text, tokens: int) -> None:
+    if isinstance(scored, Perplexity) and text.fingerprint == load_text({"fetched": "essays"}).fingerprint:
+        spans = [(offset + scored.prompt, offset + scored.longest) for offset in window_offsets(tokens, scored)]
+        check_calibration(tokens, spans, scored.windows)
 
 
 def small_prompts(methods: dict[str, Method], settings: dict[str, Any]) -> Iterator[str]:

@@ -11,8 +11,10 @@ from hydra.errors import InstantiationException
 
 from kvbench.__main__ import names
 from kvbench.cache.account import held_bytes
+from kvbench.cache.basis import bases_of
 from kvbench.cache.build import KVCache, Method, build_cache, prefill
 from kvbench.cache.record import PrefillRecord
+from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import SlotShape, Store
 from kvbench.config import method_config
@@ -31,8 +33,11 @@ def hydra() -> Iterator[None]:
 
 def stores() -> dict[str, Store]:
     """Every store of conf/store, at a small residual."""
-    return {name: instantiate(method_config(compose("config", [f"store={name}", "residual=32"]))).store
-            for name in names("store")}  # fmt: skip
+    found = {name: instantiate(method_config(compose("config", [f"store={name}", "residual=32"]))).store
+             for name in names("store")}  # fmt: skip
+    rotations = key_rotations(MODEL, LAYERS)
+    bases = bases_of(MODEL, torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1)), rotations)
+    return {name: store.calibrated(bases, rotations) if store.calibrates else store for name, store in found.items()}
 
 
 def rules() -> Iterator[tuple[str, KeepRule]]:

@@ -234,7 +234,7 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
-    store = method.store if window is None else DenseStore()
+    store = method.store.for_layer(record.index) if window is None else DenseStore()
     if latents is not None and latents.layout != "expand":
         store = LatentStore(store, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])

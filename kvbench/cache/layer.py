@@ -36,6 +36,7 @@ class SlotLayer(CacheLayerMixin):
                  scores: Tensor | None, step: int, rotate_back: RotateBack | None, kernel: Kernel,
                  latents: Latents | None = None) -> None:  # fmt: skip
         super().__init__()
+        slots.position = position
         self.index, self.slots, self.rule, self.budget = index, slots, rule, budget
         self.position, self.scores, self.step, self.rotate_back = position, scores, step, rotate_back
         self.kernel, self.latents = kernel, latents
@@ -60,9 +61,9 @@ class SlotLayer(CacheLayerMixin):
     def fill(self, key: Tensor, value: Tensor, position: Tensor, scores: Tensor | None, seen: int) -> None:
         """Take what a prefill left to keep: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
         n = key.shape[2]
-        self.slots.fill(key, value)
         if self.rule.budget is not None:
             self.position[..., :n] = position
+        self.slots.fill(key, value)
         if self.scores is not None and scores is not None:
             self.scores[..., :n] = scores
         self.kept, self.seen, self.evicted = n, seen, seen - n
@@ -80,19 +81,19 @@ class SlotLayer(CacheLayerMixin):
         reused = min(q, self.n_free)
         if reused:
             slot = self.free[..., self.n_free - reused : self.n_free]
-            self.slots.overwrite(slot, key[:, :, :reused], value[:, :, :reused])
             self.position.scatter_(-1, slot, self._new_positions(0, reused).expand_as(slot))
+            self.slots.overwrite(slot, key[:, :, :reused], value[:, :, :reused])
             if self.scores is not None:
                 fresh = self.scores.new_empty(slot.shape)
                 fresh[:] = self.rule.fresh_scores(key[:, :, :reused])
                 self.scores.scatter_(-1, slot, fresh)
         if reused < q:
-            start = self.slots.length
-            self.slots.append(key[:, :, reused:], value[:, :, reused:])
+            new = slice(self.slots.length, self.slots.length + q - reused)
             if self.rule.budget is not None:
-                self.position[..., start : self.slots.length] = self._new_positions(reused, q)
+                self.position[..., new] = self._new_positions(reused, q)
+            self.slots.append(key[:, :, reused:], value[:, :, reused:])
             if self.scores is not None:
-                self.scores[..., start : self.slots.length] = self.rule.fresh_scores(key[:, :, reused:])
+                self.scores[..., new] = self.rule.fresh_scores(key[:, :, reused:])
         self.n_free -= reused
         self.kept += q
         self.seen += q

@@ -16,6 +16,7 @@ UNMOVABLE = ("dynamic", "longrope")
 
 IN_CACHE = "positions inside the cache cannot be had; type variant=absolute to keep the original ones"
 BEFORE = "its queries before their rotation cannot be had; choose another method than expected_attention"
+BEFORE_KEYS = "its keys before their rotation cannot be had; choose another store than lowrank"
 """What follows from a rotation that cannot be taken back, and what to type instead."""
 
 EXACT_ANGLES = 65_536
@@ -61,10 +62,66 @@ class RotateBack:
         return self._angles_at(query, tokens, 1)
 
     def _angles_at(self, query: Tensor, first: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self.scaled_angles(query, first, count)
+        return cos / self.attention_scaling, sin / self.attention_scaling
+
+    def scaled_angles(self, query: Tensor, first: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions first and following as the model has them: float32 [1, count, rotary_dim]."""
         position = (first + torch.arange(count, device=query.device)).unsqueeze(0)
         extra = () if self.layer_type is None else (self.layer_type,)
         cos, sin = self.embed(query.new_zeros(1, dtype=torch.float32), position, *extra)
-        return cos / self.attention_scaling, sin / self.attention_scaling
+        return cos, sin
+
+
+class KeyRotation:
+    """Takes a layer's rotary embedding off keys and puts it on again, each key at a position of its own.
+
+    The model's own angles and pairing of channels; its attention scaling (yarn's) stays on the keys throughout, so one
+    undoes the other to the last bits, whatever the angles' precision.
+    """
+
+    def __init__(self, rotate: RotateBack) -> None:
+        self.rotate = rotate
+        self.table: tuple[Tensor, Tensor] | None = None  # cos and sin, [positions, rotary_dim]
+
+    def take_off(self, key: Tensor, position: Tensor) -> Tensor:
+        """Keys [B, Hkv, n, D] as they were before they were rotated for positions [B, Hkv, n]."""
+        return self._turn(key, position, -1)
+
+    def put_on(self, key: Tensor, position: Tensor) -> Tensor:
+        """Keys [B, Hkv, n, D], rotated for positions [B, Hkv, n]; where a slot is empty for position 0."""
+        return self._turn(key, position, 1)
+
+    def _turn(self, key: Tensor, position: Tensor, sign: int) -> Tensor:
+        exact = key.to(torch.promote_types(key.dtype, torch.float32))
+        if position.stride()[:2] == (0, 0):  # one row serves all
+            cos, sin = self._angles(exact, position[:1, 0])
+            return self.rotate.apply(exact, exact, cos, sign * sin)[0]
+        heads = exact.flatten(0, 1).unsqueeze(1)  # a head is a row of the batch: `apply` knows one position a row
+        cos, sin = self._angles(exact, position.flatten(0, 1))
+        return self.rotate.apply(heads, heads, cos, sign * sin)[0].view_as(exact)
+
+    def _angles(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, n, rotary_dim] of positions [rows, n], without the attention scaling."""
+        last = int(position.max()) if position.numel() else 0
+        if self.table is None or self.table[0].shape[0] <= last or self.table[0].dtype != key.dtype:
+            cos, sin = (turn[0].to(key.dtype) for turn in self.rotate.scaled_angles(key, 0, 2 * last + 256))
+            length = torch.hypot(cos, sin)
+            self.table = cos / length, sin / length
+        at = position.long().clamp(min=0)
+        return self.table[0][at], self.table[1][at]
+
+
+def key_rotations(model: nn.Module, layers: int) -> list[KeyRotation | None]:
+    """One for each layer, None where keys carry no position. Raises UserError where a rotation cannot be taken off."""
+    if not any(name.endswith("rotary_emb") for name, _ in model.named_modules()):
+        return [None] * layers
+    found: dict[str | None, KeyRotation] = {}
+    rotations: list[KeyRotation | None] = []
+    for i in range(layers):
+        rotate = rotate_back(model, i, BEFORE_KEYS)
+        rotations.append(found.setdefault(rotate.layer_type, KeyRotation(rotate)))
+    return rotations
 
 
 def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> RotateBack:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,10 @@ from torch import Tensor
 from kvbench.cache.counts import CannotCapture, CapturedSlots
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Part
+
+if TYPE_CHECKING:
+    from kvbench.cache.basis import Basis
+    from kvbench.cache.rotary import KeyRotation
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Slots:
     """
 
     length: int = 0
+    position: Tensor
+    """int32 [B, Hkv, S], the token in each slot: the layer's own, up to date before a key is written or read."""
 
     def fill(self, key: Tensor, value: Tensor) -> None:
         """Take what a prefill left to keep, [B, Hkv, n, D] and [B, Hkv, n, Dv], into empty slots."""
@@ -109,8 +115,19 @@ class Store:
     in_blocks: ClassVar[bool] = False
     """Whether slots lie in blocks of a pool, which the reference and the CPU kernel read."""
 
+    calibrates: ClassVar[bool] = False
+    """Whether it has to see calibration text first: see `kvbench.calibrate`."""
+
     def check(self, key_dim: int, value_dim: int) -> None:
         """Raise UserError where heads of these sizes cannot be held."""
+
+    def calibrated(self, bases: "Sequence[Basis | None]", rotations: "Sequence[KeyRotation | None]") -> "Store":
+        """The store with what calibration found of each layer; only called where `calibrates`."""
+        raise TypeError(f"{type(self).__name__} takes no calibration")
+
+    def for_layer(self, index: int) -> "Store":
+        """The store of one layer. Raises UserError where that takes calibration which has not taken place."""
+        return self
 
     def allocate(self, shape: SlotShape) -> Slots:
         """Empty slots of that shape."""

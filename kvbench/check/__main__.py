@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hydra import compose, initialize_config_module
@@ -21,6 +22,7 @@ from kvbench.sweep.plan import node_of
 if TYPE_CHECKING:
     from kvbench.cache.build import Method
     from kvbench.check.identities import Subject, Trial, Verdict
+    from kvbench.model import LoadedModel
 
 BUDGETS, PROMPT, STEPS = (96, 288), 182, 12
 """Budgets for methods that are given none (the first that the rule takes), tokens of prompt (more where a budget is
@@ -132,6 +134,13 @@ def subject_of(overrides: list[str]) -> Subject:
     return Subject(method_config(compose("config", overrides)).label, make)
 
 
+def calibrated(subject: Subject, loaded: LoadedModel) -> Subject:
+    """The subject with a store that has seen what it has to see of the model."""
+    from kvbench.calibrate import calibrate
+
+    return replace(subject, make=lambda budget: calibrate(subject.make(budget), loaded))
+
+
 def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial, list[Subject]]]:
     """Load the model; a trial for every length of prompt, with the methods to try there.
 
@@ -151,7 +160,7 @@ def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial,
             f"with {loaded.name} has room for {room}; type budget={max(1, room // 2)} or less, or another data="
         )
     for length in lengths:
-        tried = [subject for subject in subjects if prompt_for(subject) == length]
+        tried = [calibrated(subject, loaded) for subject in subjects if prompt_for(subject) == length]
         rows = tokens[: 2 * (length + STEPS)].view(2, length + STEPS).to(loaded.device)
         rules = [subject.make(None).rule for subject in tried]
         yield Trial(loaded.model, rows[:, :length], rows[:, length:], str(config.kernel), rules), tried

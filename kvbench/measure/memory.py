@@ -22,7 +22,7 @@ from kvbench.settings import Memory
 WARM_UP = 256
 """Tokens of a prompt that nothing is measured on."""
 
-PARTS = ("dense", "codes", "scales", "residual", "scores", "positions")
+PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis")
 
 
 @dataclass

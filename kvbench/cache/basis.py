@@ -1,0 +1,85 @@
+"""The directions that a layer's keys and values lie in: eigenvectors of their second moment on calibration text."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.atomic import write_atomic
+from kvbench.cache.build import prefill
+from kvbench.cache.rotary import KeyRotation
+
+
+@dataclass(frozen=True)
+class Basis:
+    """One layer's directions, a KV head each by itself, those with the most energy first.
+
+    keys [Hkv, D, D], values [Hkv, Dv, Dv]: orthonormal columns. key_energy [Hkv, D], value_energy [Hkv, Dv]: the
+    second moment along each. Float32, or float64 for a model in float64.
+    """
+
+    keys: Tensor
+    key_energy: Tensor
+    values: Tensor
+    value_energy: Tensor
+
+
+def eigenbasis(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal eigenvectors and eigenvalues of second moments [..., D, D], the largest first.
+
+    Of all projections on r directions the first r columns lose the least of the rows that the moment is of. With
+    moment = W C W', where rows are x W' and C is the second moment of the inputs x, they are the left singular vectors
+    of W C^(1/2): the whitened singular value decomposition of the projection's weights.
+    """
+    energy, vectors = torch.linalg.eigh(moment)
+    return vectors.flip(-1), energy.flip(-1).clamp(min=0)
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Mean of x x' over batch and tokens: float64 [Hkv, D, D] from rows [B, Hkv, T, D]."""
+    flat = rows.to(torch.float64).transpose(0, 1).flatten(1, 2)
+    return flat.mT @ flat / flat.shape[1]
+
+
+def bases_of(model: PreTrainedModel, ids: Tensor, rotations: list[KeyRotation | None]) -> list[Basis | None]:
+    """The bases of all layers from prompts ids [B, T]; None for layers that a window of their own bounds.
+
+    Keys are taken before their rotary embedding, which `rotations` (one a layer; None: there is none) takes off.
+    """
+    found: list[Basis | None] = []
+    for layer in prefill(model, ids).layers:
+        if layer.scoring.window is not None:
+            found.append(None)
+            continue
+        rotation, position = rotations[layer.index], torch.arange(ids.shape[1], device=ids.device)
+        key = layer.key if rotation is None else rotation.take_off(layer.key, position.expand(layer.key.shape[:3]))
+        dtype = torch.promote_types(layer.key.dtype, torch.float32)
+        sides = [part.to(dtype) for rows in (key, layer.value) for part in eigenbasis(second_moment(rows))]
+        found.append(Basis(*sides))
+    return found
+
+
+def save_bases(path: Path, bases: list[Basis | None]) -> None:
+    """Write them to a safetensors file, whole or not at all."""
+    from safetensors.torch import save
+
+    tensors = {f"{i}.{f.name}": getattr(basis, f.name).cpu().contiguous()
+               for i, basis in enumerate(bases) if basis is not None for f in fields(Basis)}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, save(tensors, {"layers": str(len(bases))}))
+
+
+def load_bases(path: Path, layers: int, device: torch.device) -> list[Basis | None] | None:
+    """What `save_bases` wrote; None where there is no such file, or it cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path, device=str(device))
+    except (OSError, SafetensorError):
+        return None
+    names = [f.name for f in fields(Basis)]
+    return [Basis(*(tensors[f"{i}.{name}"] for name in names)) if f"{i}.{names[0]}" in tensors else None
+            for i in range(layers)]  # fmt: skip

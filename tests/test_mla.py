@@ -15,6 +15,8 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.captured import DecodeStep
+from kvbench.cache.counts import CannotCapture
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.observe import ColumnSums
 from kvbench.cache.record import RecordLayer
@@ -236,6 +238,15 @@ def test_what_does_not_fit_is_refused_with_what_does(layout: str, method: Method
 def test_expanded_heads_take_every_store() -> None:
     cache, _ = decoded(deepseek(layout="expand"), Method("kivi", Full(), Kivi(4, 4, 8, 16)), random_ids(1, 50), 40)
     assert cache.has_compressed and cache.layers[0].position.shape[1] in (1, HEADS)
+
+
+@pytest.mark.parametrize("layout", ["expand", "latent", "absorbed"])
+def test_no_layout_is_captured_by_mistake(layout: str) -> None:
+    model = deepseek(layout=layout)
+    cache = build_cache(model, Method("full", Full(), DenseStore()), random_ids(1, 10), 4)
+    assert isinstance(cache, KVCache)
+    with pytest.raises(CannotCapture):
+        DecodeStep(model, cache)
 
 
 def test_without_a_cache_the_stock_expansion_runs() -> None:

@@ -153,6 +153,8 @@ class DecodeStep:
         """The captured form of one layer; the first of those that count alike makes their counters."""
         if type(layer) is not SlotLayer:
             raise CannotCapture(f"{type(layer).__name__} counts on the host")
+        if layer.latents is not None:
+            raise CannotCapture("latent attention has no captured form yet")
         slots = layer.slots.captured()
         most = slots.lengths[2] if layer.n_free else layer.capacity
         if layer.budget is not None and not layer.n_free:

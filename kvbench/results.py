@@ -26,6 +26,7 @@ import yaml  # type: ignore[import-untyped]
 from kvbench import provenance as provenance_of
 from kvbench.atomic import plain, read_json, to_json, write_atomic
 from kvbench.errors import UserError
+from kvbench.kept import KEPT, Kept, to_table
 from kvbench.rows import COLUMNS, KINDS, KNOBS, SCHEMA, Row, frame_of, frame_of_table, table_of
 from kvbench.sweep.claims import is_alive, this_process
 from kvbench.sweep.committed import drop_list, read_statuses
@@ -52,6 +53,7 @@ class RunFolder:
     def __init__(self, path: Path, status: dict[str, Any]) -> None:
         self.path = path
         self.rows: list[Row] = []
+        self._kept: list[pa.Table] = []
         self._status = status
 
     @classmethod
@@ -140,6 +142,14 @@ class RunFolder:
         lines = "".join(json.dumps(plain(sample), ensure_ascii=False) + "\n" for sample in samples)
         old = path.read_bytes() if path.exists() else b""
         write_atomic(path, old + lines.encode())
+
+    def add_kept(self, kept: Iterable[Kept]) -> None:
+        """Append kept tokens and rewrite kept.parquet."""
+        tables = [*self._kept, to_table(kept, self.path.name)]
+        buffer = pa.BufferOutputStream()
+        pq.write_table(pa.concat_tables(tables), buffer)
+        write_atomic(self.path / KEPT, buffer.getvalue().to_pybytes())
+        self._kept = tables
 
     def finish(self, status: str, note: str | None = None, error: str | None = None) -> None:
         """Close the run: status ok, failed, oom or interrupted, with a remark and the error's text."""

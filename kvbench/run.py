@@ -92,7 +92,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         check_model(loaded.model, method.rule)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
     bench = Bench(loaded, _entries(entries, loaded, text, config), tokens, progress,
-                  config.kernel, config.save_tokens, config.seed)  # fmt: skip
+                  config.kernel, config.save_tokens, config.save_kept, config.seed)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
     return _measure(work, bench, left, _label(methods), _resolved(config, methods))
@@ -246,8 +246,9 @@ def check_switches(config: DictConfig) -> None:
         check_budget(config.budget)
     if config.kernel not in KERNELS:
         raise UserError(f"kernel={config.kernel} is unknown; choose from {', '.join(KERNELS)}")
-    if not isinstance(config.save_tokens, bool):
-        raise UserError(f"save_tokens={config.save_tokens} is not true or false")
+    for key in ("save_tokens", "save_kept"):
+        if not isinstance(config[key], bool):
+            raise UserError(f"{key}={config[key]} is not true or false")
     for key, lowest, highest in (("seed", 0, 2**32 - 1), ("threads", 1, os.cpu_count() or 1)):
         value = lowest if key == "threads" and config.threads is None else config[key]
         if not is_whole(value) or not lowest <= value <= highest:
@@ -263,7 +264,7 @@ def _label(methods: list[MethodConfig]) -> str:
 
 def _resolved(config: DictConfig, methods: list[MethodConfig]) -> dict[str, Any]:
     """The run's config with the methods as they were composed and the settings of what was measured."""
-    keep = ("seed", "kernel", "threads", "save_tokens", "model", "data", *check_measures(config.measure))
+    keep = ("seed", "kernel", "threads", "save_tokens", "save_kept", "model", "data", *check_measures(config.measure))
     nodes = OmegaConf.to_container(config, resolve=True)
     assert isinstance(nodes, dict)
     return {"measure": check_measures(config.measure), "methods": [method.effective for method in methods],

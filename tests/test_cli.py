@@ -153,6 +153,7 @@ BAD = [
     (["seed=null"], "is not a whole number"),
     (["kernel=fast"], "kernel=fast is unknown; choose from auto, reference, cpu"),
     (["save_tokens=yes"], "save_tokens"),
+    (["save_kept=3"], "save_kept"),
     (["results_dir="], "is no folder; type results_dir=results"),
     (["results_dir=null"], "is no folder"),
     (["results_dir=/proc/results"], "results folder '/proc/results' cannot be written"),

@@ -1,7 +1,7 @@
 """What every measure is given: the model, the methods, the text, and where failures go."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import Method
+from kvbench.cache.build import AnyCache, Method, PrefixCache
+from kvbench.cache.rule import EMPTY
+from kvbench.kept import Kept
 from kvbench.model import LoadedModel
 from kvbench.progress import Progress
 from kvbench.rows import Row
@@ -44,7 +46,8 @@ class Finding:
 class Bench:
     """loaded: the model. entries: the methods, baseline first. tokens: the text, int64 [N], without special tokens.
 
-    failures: label and row of the cells that could not be measured. `kernel` is what build_cache is asked for.
+    failures: label and row of the cells that could not be measured. kept: what caches
+    held, where `save_kept`. `kernel` is what build_cache is asked for.
     """
 
     loaded: LoadedModel
@@ -53,13 +56,28 @@ class Bench:
     progress: Progress
     kernel: str = "auto"
     save_tokens: bool = False
+    save_kept: bool = False
     seed: int = 0
     failures: list[tuple[str, Row]] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
 
     @property
     def baseline(self) -> Entry:
         return self.entries[0]
+
+    def note_kept(self, entry: Entry, cache: AnyCache, samples: Iterable[int], measure: str, **where: Any) -> None:
+        """Where kept tokens are saved, note those of a method that leaves some out; `samples` number the cache's rows.
+
+        `where` are columns of the row (context=, question=).
+        """
+        if not self.save_kept or entry.method.rule.budget is None or isinstance(cache, PrefixCache):
+            return
+        row = replace(entry.row, measure=measure, **where)
+        held = {layer.index: layer.kept_positions() for layer in cache.compressible}
+        for b, sample in enumerate(samples):
+            layers = {layer: [head[head != EMPTY].tolist() for head in of_row[b]] for layer, of_row in held.items()}
+            self.kept.append(Kept(row, sample, layers))
 
     @contextmanager
     def cell(self, entry: Entry, measure: str, **where: Any) -> Iterator[None]:

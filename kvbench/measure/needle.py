@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.build import AnyCache, build_cache, prefill
 from kvbench.cache.record import PrefillRecord
 from kvbench.decode import generate
 from kvbench.measure.bench import Bench, Entry, Finding
@@ -82,21 +82,23 @@ def _ask(bench: Bench, when: str, length: int, prompts: list[Prompt], indices: l
     for entry in entries if record is not None else []:
         with bench.cell(entry, "needle", context=length):
             asked = question if when == "after" else None
-            texts, engaged, kept = _answer(bench, entry, record, asked, prompts[0].answer_tokens)
+            cache, texts, engaged = _answer(bench, entry, record, asked, prompts[0].answer_tokens)
             for i, prompt, text in zip(indices, prompts, texts, strict=True):
-                answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, kept)
+                answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
+            bench.note_kept(entry, cache, indices, "needle", context=length, question=when)
+            del cache  # before the next method's is built
 
 
 def _answer(bench: Bench, entry: Entry, record: PrefillRecord, question: Tensor | None,
-            answer_tokens: int) -> tuple[list[str], bool, float]:  # fmt: skip
-    """The answers, whether the cache had been compressed before they began, and tokens kept at their end."""
+            answer_tokens: int) -> tuple[AnyCache, list[str], bool]:  # fmt: skip
+    """The cache at the end, the answers, and whether it had been compressed before they began."""
     fed = 0 if question is None else question.shape[1]
     cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=fed + answer_tokens,
                         max_step=max(1, fed), kernel=bench.kernel)  # fmt: skip
     engaged = cache.has_compressed
     tokens = generate(bench.loaded.model, question, cache, answer_tokens)
     texts = [bench.loaded.tokenizer.decode(row) for row in tokens.tolist()]
-    return texts, engaged, cache.kept_tokens
+    return cache, texts, engaged
 
 
 def score(prompt: Prompt, answer: str) -> float:

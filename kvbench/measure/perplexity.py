@@ -91,7 +91,7 @@ def _after_prompt(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[
             scorer = _scorer(bench, settings, entry, record, ids)
             mine: list[Tensor] = []
             scorer.score(settings.tokens, mine if entry.is_baseline else full)
-            scorer.close(scores[entry.label])
+            _close(bench, settings, scorer, scores[entry.label])
             full += mine
         advance(settings.tokens * len(ids))
 
@@ -123,13 +123,21 @@ def _stream(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, S
                     full.clear()
             advance(count * len(ids))
     for scorer in scorers:
-        scorer.close(scores[scorer.entry.label])
+        _close(bench, settings, scorer, scores[scorer.entry.label])
 
 
 def _scorer(bench: Bench, settings: Perplexity, entry: Entry, record: PrefillRecord, ids: Tensor) -> Scorer:
     cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=settings.tokens,
                         max_step=min(settings.step, settings.tokens), kernel=bench.kernel)  # fmt: skip
     return Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step)
+
+
+def _close(bench: Bench, settings: Perplexity, scorer: Scorer, scores: Scores) -> None:
+    first = len(scores.kept) * settings.batch
+    scorer.close(scores)
+    windows = range(first, first + len(scorer.targets))
+    context = 0 if settings.protocol == "stream" else settings.context
+    bench.note_kept(scorer.entry, scorer.cache, windows, "perplexity", protocol=settings.name, context=context)
 
 
 def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perplexity) -> Iterator[Row]:

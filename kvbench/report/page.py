@@ -16,6 +16,7 @@ from kvbench.report.columns import short_model
 from kvbench.report.commands import Recorded
 from kvbench.report.findings import Finding, find_all, remarks
 from kvbench.report.html import to_html
+from kvbench.report.kept import draw_kept
 from kvbench.report.lines import measures_of
 from kvbench.report.markdown import to_page
 from kvbench.report.names import rows_of
@@ -87,7 +88,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
         advice=advise(groups),
         tables=[*([head] if head is not None else []), *build_tables(rows)],
         traits=traits_table(_measured(groups)),
-        plots=draw_all(rows, out, read_samples(runs)),
+        plots=[*draw_all(rows, out, read_samples(runs)), *draw_kept(runs, out)],
         remarks=remarks(rows),
         runs=_recorded(runs, provenance),
         provenance=provenance,

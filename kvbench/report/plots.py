@@ -101,12 +101,13 @@ def draw_all(rows: Sequence[Row], folder: Path, samples: Sequence[Sample] = ()) 
         for name, title, caption, draw in draws:
             figure = draw()
             if figure is not None:
-                _save(figure, folder / name)
+                save(figure, folder / name)
                 drawn.append(Plot(f"{name}.png", title, caption))
     return drawn
 
 
-def _save(figure: Figure, stem: Path) -> None:
+def save(figure: Figure, stem: Path) -> None:
+    """The figure as PNG and PDF, each whole or not at all."""
     # Without a date, the same rows give the same file.
     for kind, metadata in (("png", {}), ("pdf", {"CreationDate": None})):
         buffer = io.BytesIO()

@@ -150,6 +150,9 @@ def _measure(
     with stops.held_back():
         if samples:
             folder.add_samples(samples)
+        if bench.kept:
+            folder.add_kept(bench.kept)
+            bench.kept.clear()
         folder.settle(outcomes)
 
 

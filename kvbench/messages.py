@@ -1,14 +1,16 @@
 """What the command line answers: the help, and the one line for a name, a key or a value that cannot be used."""
 
+import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from kvbench.config import ARCHITECTURES, GROUPS, MEASURES, did_you_mean
+from kvbench.config import ARCHITECTURES, GROUPS, KNOBS, MEASURES, OTHER_KNOBS, did_you_mean
 from kvbench.errors import UserError
 
 LISTS = ("compare", "measure", "needle.lengths", "needle.depths", "fidelity.contexts", "memory.contexts",
          "latency.contexts", "latency.batches")
+SWITCHES = ("kernel", "threads", "results_dir", "save_tokens", "save_kept", "rerun", "skip_larger")
 
 
 def several(key: str, values: str) -> str:
@@ -34,8 +36,14 @@ def choices(group: str) -> list[Traversable]:
     return sorted(files, key=lambda file: file.name)
 
 
+def settings(*keys: str) -> dict[str, str]:
+    """Root keys of config.yaml, each with the comment on its line."""
+    text = resources.files("kvbench.conf").joinpath("config.yaml").read_text()
+    return {key: next(iter(re.findall(rf"^{key}: \S+ *# (.*)$", text, re.M)), "") for key in keys}
+
+
 def help_text() -> str:
-    """One line a method, store, measure and model."""
+    """One line a method, store, measure, model and knob."""
     lines = [
         "kvbench: what each way of shrinking the KV cache costs in quality, and gives in memory and speed.",
         "",
@@ -53,9 +61,13 @@ def help_text() -> str:
               "data": "Texts (data=)", "experiment": "Presets (experiment=)"}  # fmt: skip
     listings = {title: names(group) for group, title in groups.items()}
     listings["Measures (measure='[...]')"] = MEASURES
+    listings["Knobs (budget=256; each method's line names its own)"] = settings(*KNOBS, *OTHER_KNOBS)
+    listings["Switches"] = settings(*SWITCHES)
+    width = max(len(name) for entries in listings.values() for name in entries)
     for title, entries in listings.items():
-        lines += [f"{title}:", *(f"  {name:<18} {line}" for name, line in entries.items()), ""]
+        lines += [f"{title}:", *(f"  {name:<{width}} {line}" for name, line in entries.items()), ""]
     lines += ["A budget is a number of tokens per KV head (budget=256) or a share of the prompt (budget=0.25).",
+              "compare='[...]' takes METHOD, METHOD+STORE, or overrides: '[h2o+int4,\"method=snapkv budget=512\"]'.",
               "Quote brackets: compare='[full,h2o]'."]  # fmt: skip
     return "\n".join(lines)
 

@@ -15,9 +15,9 @@ import pytest
 
 from kvbench import run
 from kvbench.__main__ import check_words, main
-from kvbench.config import GROUPS, MEASURES
+from kvbench.config import GROUPS, KNOBS, MEASURES, OTHER_KNOBS
 from kvbench.errors import UserError
-from kvbench.messages import help_text, names, unknown_key
+from kvbench.messages import SWITCHES, help_text, names, unknown_key
 from kvbench.results import find_runs, load, read_status
 from tests.text import light
 
@@ -221,6 +221,8 @@ def test_help_names_every_choice_and_needs_no_config(capsys: pytest.CaptureFixtu
             assert line, f"{group}/{name}.yaml begins with no comment"
             assert listed[name]
     assert set(MEASURES) <= set(listed)
+    for knob in (*KNOBS, *OTHER_KNOBS, *SWITCHES):
+        assert listed[knob], f"{knob} has no comment in config.yaml"
     assert sorted(Path.cwd().rglob("*")) == []
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +18,8 @@ from kvbench.cache.store import DenseStore
 from kvbench.errors import UserError
 from kvbench.kernels import prefill as kernels
 from kvbench.methods.expected_attention import ExpectedAttention
-from tests.families import exact_llama, random_ids, tiny
+from kvbench.methods.streaming_llm import StreamingLLM
+from tests.families import ALTERNATING, COMMON, exact_llama, random_ids, tiny
 
 pytestmark = pytest.mark.engine
 
@@ -161,6 +163,18 @@ def test_what_has_no_rotation_to_take_off_is_refused_by_name(family):
         with pytest.raises(UserError, match="another method than expected_attention") as caught:
             attempt()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "family, own",
+    [("SmolLM3", {"no_rope_layers": [1, 0]}), ("Cohere2", {"sliding_window": 16, "layer_types": ALTERNATING})],
+)
+def test_families_that_rotate_in_some_layers_only_are_refused(family, own):
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**COMMON, **own))
+    refused = (ExpectedAttention(budget=16), "another method"), (StreamingLLM(budget=16), "variant=absolute")
+    for rule, advice in refused:
+        with pytest.raises(UserError, match=f"some of its layers only.*{advice}"):
+            check_model(model, rule)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> Rotate
         raise UserError(f"{family} rotates a part of each query, and one key for all heads: {instead}")
     if embed is None:
         raise UserError(f"{family} has no rotary embedding: {instead}")
+    if _skips_layers(model):
+        raise UserError(f"{family} rotates in some of its layers only: {instead}")
     apply = getattr(sys.modules[type(embed).__module__], "apply_rotary_pos_emb", None)
     layer_type = None
     if "layer_type" in inspect.signature(embed.forward).parameters:
@@ -152,6 +154,17 @@ def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> Rotate
     if not _takes_back(rotate, _head_dim(model)):
         raise UserError(f"{family} rotates its queries in a way that does not compose: {instead}")
     return rotate
+
+
+WINDOWED_ONLY = ("cohere2", "exaone4", "exaone_moe")
+"""Model types that rotate in their sliding-window layers only."""
+
+
+def _skips_layers(model: nn.Module) -> bool:
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    rotates = getattr(config, "no_rope_layers", None) or [1]  # as SmolLM3 and Llama 4 write it: 0 does not rotate
+    windowed = config.model_type.startswith(WINDOWED_ONLY)
+    return not all(rotates) or (windowed and "full_attention" in (getattr(config, "layer_types", None) or []))
 
 
 def _head_dim(model: nn.Module) -> int:

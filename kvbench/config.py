@@ -37,6 +37,7 @@ MEASURES = {
     "fidelity": "how long free generation stays with the full cache's, and whether it gets longer",
     "memory": "bytes really held, by part, and the peaks of prefill and decode",
     "latency": "prefill, compression and decode ms a token, over contexts",
+    "paging": "requests of mixed lengths in blocks of a pool, and what a shared prefix saves (store=paged)",
 }
 
 OmegaConf.register_new_resolver("default", lambda value, other: other if value is None else value, replace=True)

@@ -27,6 +27,7 @@ from kvbench.measure.generation import LONGEST
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
 from kvbench.measure.needle import needle
+from kvbench.measure.paging import paging
 from kvbench.measure.perplexity import check_stream, perplexity, window_offsets
 from kvbench.measure.prompts import check_prompts
 from kvbench.model import (
@@ -44,7 +45,7 @@ from kvbench.model import (
 from kvbench.progress import Progress
 from kvbench.results import RunFolder, check_writable
 from kvbench.rows import Row
-from kvbench.settings import KINDS, Fidelity, Latency, Memory, Needle, Perplexity, context_of, read_settings
+from kvbench.settings import KINDS, Fidelity, Latency, Memory, Needle, Paging, Perplexity, context_of, read_settings
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Measures, Work, conclude, measure
@@ -52,6 +53,7 @@ from kvbench.sweep.plan import Job, node_of
 
 MEASURES: Measures = {
     "perplexity": perplexity, "needle": needle, "fidelity": fidelity, "memory": memory, "latency": latency,
+    "paging": paging,
 }  # fmt: skip
 
 
@@ -159,6 +161,8 @@ def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield "needle.lengths", max(setting.lengths)  # check_prompts counts question and answer
         elif isinstance(setting, Memory):
             yield "memory.contexts", max(setting.contexts) + setting.tokens
+        elif isinstance(setting, Paging):
+            yield "paging.prefix + paging.own", context_of(setting) + setting.tokens + len(setting.own)
         elif isinstance(setting, Fidelity):
             yield "fidelity.contexts", max(setting.contexts) + setting.tokens
         elif isinstance(setting, Latency):
@@ -200,6 +204,8 @@ def small_prompts(methods: dict[str, Method], settings: dict[str, Any]) -> Itera
 def _prompts(setting: Any) -> list[int]:
     if isinstance(setting, Perplexity):
         return [context_of(setting)]
+    if isinstance(setting, Paging):
+        return []  # no budget is measured there
     lengths: list[int] = setting.lengths if isinstance(setting, Needle) else setting.contexts
     return lengths
 

@@ -105,17 +105,27 @@ class Latency:
     throughput: bool = False
 
 
-Setting = Perplexity | Needle | Fidelity | Memory | Latency
+@dataclass(frozen=True)
+class Paging:
+    """Requests that have `prefix` tokens in common and `own` ones behind them, one of each; `tokens` decoded after."""
+
+    prefix: int
+    own: list[int]
+    tokens: int
+
+
+Setting = Perplexity | Needle | Fidelity | Memory | Latency | Paging
 Settings = TypeVar("Settings", bound=Setting)
 
 KINDS: dict[str, type[Setting]] = {
     "perplexity": Perplexity, "needle": Needle, "fidelity": Fidelity, "memory": Memory, "latency": Latency,
+    "paging": Paging,
 }  # fmt: skip
 
 
 def one_by_one(setting: Setting) -> list[Setting]:
     """The same settings split by context, latency's by batch too: what is measured, and kept, as a whole."""
-    if isinstance(setting, Perplexity):
+    if isinstance(setting, Perplexity | Paging):
         return [setting]
     if isinstance(setting, Needle):
         return [replace(setting, lengths=[length]) for length in setting.lengths]
@@ -134,6 +144,8 @@ def context_of(setting: Setting) -> int:
     """Tokens of prompt: of one of `one_by_one`, else of the longest."""
     if isinstance(setting, Perplexity):
         return setting.tokens if setting.protocol == "stream" else setting.context
+    if isinstance(setting, Paging):
+        return setting.prefix + max(setting.own)
     return max(setting.lengths if isinstance(setting, Needle) else setting.contexts)
 
 

@@ -42,7 +42,7 @@ class Method:
         if self.rule.ragged_heads and mla is not None:
             raise UserError(f"method={self.name} moves budget between KV heads, and latent attention has but one; "
                             "choose method=snapkv or another rule")  # fmt: skip
-        if self.rule.ragged_heads and (not self.store.writable or self.store.in_blocks):
+        if self.rule.ragged_heads and not (self.store.writable and self.store.poolable):
             raise UserError(
                 f"method={self.name} gives heads different lengths in blocks of a pool, which "
                 f"{type(self.store).__name__} cannot be held in; choose store=dense, int8, int4, int2 or rot4"

@@ -73,10 +73,11 @@ class PagedStore(Store):
     inner: Store = field(default_factory=DenseStore)
     block_size: int = BLOCK_SIZE
 
+    poolable: ClassVar[bool] = False
     in_blocks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.inner.writable or self.inner.in_blocks:
+        if not (self.inner.writable and self.inner.poolable):
             raise UserError(f"inner={type(self.inner).__name__} for store=paged has no single slots that could lie "
                             "anywhere; type inner=dense, int8, int4, int2 or rot4")  # fmt: skip
         if not is_whole(self.block_size) or self.block_size < 1:

@@ -112,6 +112,8 @@ class Store:
     """Whether single slots can be overwritten, so that keep rules may evict during decode."""
     holds_latents: ClassVar[bool] = False
     """Whether it can hold MLA's latents: keys within a token, and values of no channels at all."""
+    poolable: ClassVar[bool] = True
+    """Whether a token is held by itself, wherever its slot lies: then slots can be blocks of a pool."""
     in_blocks: ClassVar[bool] = False
     """Whether slots lie in blocks of a pool, which the reference and the CPU kernel read."""
 

@@ -78,7 +78,7 @@ def contiguous_bytes(bench: Bench, store: Store, lengths: list[int]) -> int:
     for layer in record.layers:
         shape = SlotShape(len(lengths), layer.key.shape[1], layer.key.shape[-1], layer.value.shape[-1], max(lengths), 1,
                           layer.key.dtype, layer.key.device)  # fmt: skip
-        total += held_bytes(store.allocate(shape).buffers(0)).held
+        total += held_bytes(store.for_layer(layer.index).allocate(shape).buffers(0)).held
     return total
 
 

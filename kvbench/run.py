@@ -231,7 +231,7 @@ def _entries(
         layout = {"mla": loaded.mla} if loaded.mla else {}
         others = _json(method_config.others | own_seed | layout)
         decode = decode_kernel(method, loaded.device, loaded.dtype, config.kernel)
-        kernel = "sdpa" if method.rule.needs_ids else decode.name
+        kernel = "sdpa" if method.rule.needs_ids or method.store.brings_cache else decode.name
         row = replace(base, method=method_config.name, store=method_config.store, kernel=kernel, knobs=others,
                       **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip
         entries.append(Entry(method, label, row, knobs | method_config.others))

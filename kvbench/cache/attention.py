@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvbench.cache.mla import latents_handed_on
 from kvbench.errors import UserError
@@ -40,7 +42,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention over a cache layer, or over plain tensors where the model runs without a cache.
+    """Attention over a cache layer, or over plain tensors: the model's without a cache, or a stock cache's.
 
     query [B, Hq, q, D] -> [B, q, Hq, Dv]. Raises UserError for attention that is not causal or carries a bias or mask
     that this harness would have to ignore.
@@ -56,11 +58,27 @@ def attention(
     scoring = Scoring(scale, softcap or None, sliding_window or None, s_aux)
     if isinstance(key, Attends):
         output = key.attend(query, scoring)
+    elif key.shape[2] != query.shape[2]:
+        output = stock_attention(module, query, key, cast(Tensor, value), scoring)
     else:
-        if key.shape[2] != query.shape[2]:
-            raise UserError("kvbench attention over plain tensors takes a whole prompt at once, without a cache")
         output = causal_attention(query, key, cast(Tensor, value), scoring)
     return output.transpose(1, 2), None
+
+
+def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """What transformers itself does with the floats that one of its caches hands on, [B, Hq, q, Dv]: torch's sdpa.
+
+    Raises UserError for scores that sdpa does not know.
+    """
+    if scoring.softcap is not None or scoring.window is not None or scoring.sink_logits is not None:
+        raise UserError(f"{type(module).__name__} scores in a way that sdpa, which transformers' own caches decode "
+                        "through, does not know; choose methods whose names do not begin with hf_")  # fmt: skip
+    q, slots = query.shape[2], key.shape[2]
+    seen = None if q == 1 else torch.ones(q, slots, dtype=torch.bool, device=query.device).tril(slots - q)
+    output, _ = sdpa_attention_forward(module, query, key, value, None if seen is None else seen[None, None],
+                                       scaling=scoring.scaling)  # fmt: skip
+    turned: Tensor = output.transpose(1, 2)
+    return turned
 
 
 def no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:

@@ -21,6 +21,7 @@ from kvbench.cache.ragged import RaggedLayer, ragged_layer
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
+from kvbench.cache.stock import StockCache, StockStore
 from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
@@ -39,6 +40,9 @@ class Method:
         """Raise UserError where the rule evicts during decode, or has heads of different lengths, and the store cannot
         overwrite single slots, or where the store does not take the model's layout of latent attention, `mla`."""
         check_store(self.store, mla)
+        if self.store.brings_cache and (self.rule.budget is not None or self.rule.needs_ids or mla is not None):
+            raise UserError("transformers' own caches take no keep rule and no latent attention; choose another store "
+                            f"for method={self.name}")  # fmt: skip
         if self.rule.ragged_heads and mla is not None:
             raise UserError(f"method={self.name} moves budget between KV heads, and latent attention has but one; "
                             "choose method=snapkv or another rule")  # fmt: skip
@@ -140,7 +144,7 @@ class PrefixCache:
         return iter(())
 
 
-AnyCache = KVCache | PrefixCache
+AnyCache = KVCache | PrefixCache | StockCache
 
 
 @torch.inference_mode()
@@ -193,6 +197,11 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         return PrefixCache(record.ids.clone(), record.logits.clone())
     method.check_combination(mla_layout(model.config))
     latents = latents_of(model)
+    if isinstance(method.store, StockStore):
+        started = clock(record.ids.device)
+        stock = StockCache(method.store, record)
+        stock.compress_ms = 1e3 * (clock(record.ids.device) - started)
+        return stock
     # Before the clock starts: it may compile.
     decode = decode_kernel(method, record.ids.device, record.layers[0].key.dtype, kernel)
     started = clock(record.ids.device)

@@ -116,6 +116,8 @@ class Store:
     """Whether a token is held by itself, wherever its slot lies: then slots can be blocks of a pool."""
     in_blocks: ClassVar[bool] = False
     """Whether slots lie in blocks of a pool, which the reference and the CPU kernel read."""
+    brings_cache: ClassVar[bool] = False
+    """Whether it is a cache of transformers', which no keep rule combines with, instead of slots."""
 
     calibrates: ClassVar[bool] = False
     """Whether it has to see calibration text first: see `kvbench.calibrate`."""

@@ -76,8 +76,10 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if "needle" in settings:
         check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
     check_methods([method for _, method in entries], settings, shape)
-    if any(method.store.calibrates for _, method in entries):
+    if any(method.store.calibrates for _, method in entries) and not spec.random:
         _check_calibration(settings.get("perplexity"), text, len(tokens))
+    if shape.mla == "absorbed" and config.kernel == "triton":
+        raise UserError("kernel=triton does not read absorbed latents; type kernel=reference, or model.mla=latent")
     device = pick_device(spec.device)
     facts = Facts(_weights(spec, shape), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
                   str(config.kernel), torch.get_num_threads())  # fmt: skip
@@ -185,7 +187,9 @@ def check_methods(methods: list[Method], settings: dict[str, Any], shape: ModelS
 
 
 def _check_calibration(scored: Any, text: Text, tokens: int) -> None:
-    if isinstance(scored, Perplexity) and text.fingerprint == load_text({"fetched": "essays"}).fingerprint:
+    """Raise UserError where the text to calibrate on is not here, or is what perplexity would score."""
+    essays = load_text({"fetched": "essays"})
+    if isinstance(scored, Perplexity) and text.fingerprint == essays.fingerprint:
         spans = [(offset + scored.prompt, offset + scored.longest) for offset in window_offsets(tokens, scored)]
         check_calibration(tokens, spans, scored.windows)
 

@@ -11,10 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+)
 
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.build import KVCache, Method, build_cache, check_model, prefill
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture
 from kvbench.cache.hadamard import hadamard
@@ -44,19 +51,21 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
         "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
+SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": LAYERS,
+         "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE,
+         "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "max_position_embeddings": 1024,
+         "initializer_range": 0.2}  # fmt: skip
+DENSE = {"first_k_dense_replace": LAYERS, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1,
+         "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}  # fmt: skip
+
 
 def deepseek(version: int = 3, layout: str | None = None, yarn: bool = False, query_rank: int | None = None,
-             dtype: torch.dtype = torch.float64, **settings: Any) -> Any:  # fmt: skip
+             dtype: torch.dtype = torch.float64) -> Any:  # fmt: skip
     """A small DeepSeek with random weights, without experts."""
     config_class, model_class = {2: (DeepseekV2Config, DeepseekV2ForCausalLM),
                                  3: (DeepseekV3Config, DeepseekV3ForCausalLM)}[version]  # fmt: skip
-    config = config_class(
-        vocab_size=97, hidden_size=48, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, n_shared_experts=1, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=LAYERS, kv_lora_rank=RANK,
-        q_lora_rank=query_rank, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
-        max_position_embeddings=1024, rope_parameters=YARN if yarn else PLAIN, initializer_range=0.2, **settings,
-    )  # fmt: skip
+    rope = YARN if yarn else PLAIN
+    config = config_class(**SIZES, **DENSE, q_lora_rank=query_rank, rope_parameters=rope)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(version)
         model = model_class(config)
@@ -103,6 +112,27 @@ def test_every_layout_is_exact(version: int, yarn: bool, query_rank: int | None,
     assert (torch.cat(ours, dim=1) - stock[0]).abs().max() < 1e-12
     assert (torch.cat(got, dim=1) - want[:, 39:]).abs().max() < 1e-12
     assert "expand_kv" not in vars(model.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("family", ["youtu", "minicpm3"])
+def test_families_that_attend_as_deepseek_does(family: str) -> None:
+    settings = {**SIZES, "q_lora_rank": 24}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **settings)
+        model = AutoModelForCausalLM.from_config(config).double().eval().requires_grad_(False)
+    ids = random_ids(2, 40)
+    want = stock_logits(model, ids)
+    for layout in ("absorbed", "latent", "expand"):
+        model.config.mla_layout = layout
+        _, got = decoded(model, Method("full", Full(), DenseStore()), ids, 30)
+        assert (got - want[:, 30:]).abs().max() < 1e-12
+
+
+def test_sparse_latent_attention_is_refused_by_name() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v32", **SIZES, **DENSE, q_lora_rank=24))
+    with pytest.raises(UserError, match="DeepseekV32"):
+        check_model(model, Full())
 
 
 @pytest.mark.parametrize(("layout", "numbers"), [("expand", HEADS * (NOPE + ROPE + VALUE)), ("latent", RANK + ROPE),

@@ -225,7 +225,9 @@ def decode_kernel(method: Method, device: torch.device, dtype: torch.dtype, want
 
 
 def check_model(model: PreTrainedModel, rule: KeepRule) -> None:
-    """Raise UserError where a rule turns rotary embeddings back and the model's cannot be, or its scores are capped."""
+    """Raise UserError where a rule turns rotary embeddings back and the model's cannot be, or its scores are capped, or
+    where the model's latent attention cannot be taken over."""
+    latents_of(model)
     before_rotation = any(observation.before_rotation for observation in rule.observations())
     _rotations(model, rule.sinks_in_place > 0, IN_CACHE)
     _rotations(model, before_rotation, BEFORE)

@@ -186,7 +186,8 @@ def latents_of(model: nn.Module) -> list[Latents] | None:
         return None
     found = [Latents(module, layout) for module in _attentions(model)]
     family = type(model).__name__.removesuffix("ForCausalLM")
-    if not found or any(hasattr(latents.attention, "indexer") for latents in found):
+    one_a_layer = len(found) == getattr(model.config, "num_hidden_layers", None)
+    if not one_a_layer or any(hasattr(latents.attention, "indexer") for latents in found):
         raise UserError(f"the {family} family's latent attention is not DeepSeek V2's or V3's, and its cache cannot be "
                         "taken over; choose another model")  # fmt: skip
     for latents in found:

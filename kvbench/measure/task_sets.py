@@ -1,0 +1,105 @@
+"""Published tasks as samples: from the hub through `datasets`, or from files of a folder in the same columns.
+
+A sample has a `context`, a `question` that may come after the context was compressed, an `answer_prefix`, the
+references (`answers` or `answer`), `max_new_tokens`, and for classifications `all_classes`. LongBench and RULER are
+both on the hub in these columns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UserError
+from kvbench.hub import hub_reachable
+from kvbench.measure.answers import LONGBENCH, longbench, ruler
+from kvbench.settings import Tasks
+
+RULER = ("cwe", "fwe", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multiquery", "niah_multivalue",
+         "niah_single_1", "niah_single_2", "niah_single_3", "qa_1", "qa_2", "vt")  # fmt: skip
+HUB = {"longbench": "Xnhyacinth/LongBench", "ruler": "simonjegou/ruler"}
+NAMES = {"longbench": tuple(LONGBENCH), "ruler": RULER}
+SCORES = {"longbench": longbench, "ruler": ruler}
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COLUMNS = ("context", "question")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question. classes: what a classification can answer."""
+
+    context: str
+    question: str
+    answer_prefix: str
+    references: list[str]
+    answer_tokens: int
+    classes: list[str]
+
+
+def check_tasks(settings: Tasks) -> None:
+    """Raise UserError for names that the set does not have, and for files that are not there."""
+    for name in settings.names:
+        if name not in NAMES[settings.set]:
+            raise UserError(f"tasks.names={name} is not in {settings.set}; choose from {', '.join(NAMES[settings.set])}")
+        if settings.path is not None:
+            local_file(settings, name)
+    if settings.path is None and not hub_reachable():
+        from huggingface_hub import constants
+
+        if not constants.HF_HUB_OFFLINE:
+            raise UserError(
+                f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
+                f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files, or set HF_HUB_OFFLINE=1 if it was loaded before"
+            )
+
+
+def load_samples(settings: Tasks, name: str) -> list[Sample]:
+    """The first `tasks.samples` samples of a task. Raises UserError where they cannot be had."""
+    try:
+        rows = list(_rows(settings, name))
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(f"cannot load {name} of {settings.set}: {' '.join(str(error).split())[:300]}") from error
+    if not rows:
+        raise UserError(f"{name} of {settings.set} holds no samples")
+    return [_sample(row, name) for row in rows]
+
+
+def _rows(settings: Tasks, name: str) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    if settings.path is not None:
+        file = local_file(settings, name)
+        rows = load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", streaming=True)
+    elif settings.set == "ruler":
+        every = load_dataset(HUB["ruler"], str(settings.length), split="test")
+        rows = every.filter(lambda row: row["task"] == name)
+    else:
+        rows = load_dataset(HUB["longbench"], name, split="test")
+    for i, row in enumerate(rows):
+        if i == settings.samples:
+            return
+        yield row
+
+
+def local_file(settings: Tasks, name: str) -> Path:
+    """NAME.jsonl, .json or .parquet in `tasks.path`. Raises UserError where there is none."""
+    folder = Path(str(settings.path)).expanduser()
+    found = [folder / f"{name}{ending}" for ending in FORMATS if (folder / f"{name}{ending}").is_file()]
+    if not found:
+        raise UserError(f"tasks.path={settings.path} has no {name}.jsonl, {name}.json or {name}.parquet; give the folder "
+                        "that holds them")  # fmt: skip
+    return found[0]
+
+
+def _sample(row: dict[str, Any], name: str) -> Sample:
+    missing = [column for column in COLUMNS if not isinstance(row.get(column), str)]
+    references = row.get("answers") or row.get("answer")
+    if missing or not references:
+        raise UserError(f"a sample of {name} lacks {missing[0] if missing else 'answers'}; a sample has context, question "
+                        "and answers")  # fmt: skip
+    listed = [references] if isinstance(references, str) else [str(reference) for reference in references]
+    tokens = int(row.get("max_new_tokens") or 64)
+    classes = [str(label) for label in row.get("all_classes") or []]
+    return Sample(row["context"], row["question"], row.get("answer_prefix") or "", listed, tokens, classes)

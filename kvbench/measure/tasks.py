@@ -1,0 +1,133 @@
+"""Published tasks through a compressed cache: LongBench's English sets and RULER's, scored by their own metrics.
+
+The context is prefilled and compressed; the question comes afterwards, as tokens fed through the cache (or before, as
+part of what is compressed), and the answer is generated greedily. Contexts beyond `tasks.longest` tokens lose their
+middle, as LongBench does it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.record import PrefillRecord
+from kvbench.decode import generate
+from kvbench.measure.answers import WITHOUT_CHAT
+from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.measure.fidelity import end_tokens
+from kvbench.measure.perplexity import token_hash
+from kvbench.measure.prompts import Template, template_of
+from kvbench.measure.statistics import bounds, mean_interval, units_of
+from kvbench.measure.task_sets import SCORES, Sample, load_samples
+from kvbench.rows import Row
+from kvbench.settings import Tasks
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a method answered to a sample."""
+
+    text: str
+    score: float
+    engaged: bool
+    kept: float
+
+
+Answers = dict[tuple[str, str], dict[int, Answer]]
+"""By method and by when the question came; then by the number of the sample."""
+
+
+def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
+    """One finding a task, with rows a method and time of the question: score, score_minus_full, engaged, kept_tokens."""
+    for name in settings.names:
+        samples = load_samples(settings, name)
+        template = template_of(bench.loaded.tokenizer, "base" if name in WITHOUT_CHAT else settings.template)
+        answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
+        prompts = [encode(bench.loaded.tokenizer, sample, settings.longest, template) for sample in samples]
+        work = len(samples) * len(settings.question) * len(bench.entries)
+        with bench.progress.phase(f"{settings.set} {name}", work) as advance:
+            for when in settings.question:
+                for i, (sample, (context, question)) in enumerate(zip(samples, prompts, strict=True)):
+                    _ask(bench, settings, name, when, i, sample, context, question, answers)
+                    advance(len(bench.entries))
+        done = bench.alive("tasks", context=settings.longest)
+        rows = [row for entry in done for when in settings.question
+                for row in _rows(bench, entry, settings, name, when, template, answers)]  # fmt: skip
+        yield Finding(rows, [_record(bench, done, settings, name, when, i, sample, prompts[i], answers)
+                             for when in settings.question for i, sample in enumerate(samples)])  # fmt: skip
+
+
+def encode(tokenizer: Any, sample: Sample, longest: int, template: Template) -> tuple[list[int], list[int]]:
+    """Context and question in tokens, `longest` together at most: the middle of the context gives way."""
+    head, body, question = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for text in (template.before, sample.context, sample.question + template.after + sample.answer_prefix)
+    )
+    room = max(2, longest - len(head) - len(question))
+    if len(body) > room:
+        body = body[: room // 2] + body[len(body) - room // 2 :]
+    return head + body, question
+
+
+def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sample, context: list[int],
+         question: list[int], answers: Answers) -> None:  # fmt: skip
+    model, device = bench.loaded.model, bench.loaded.device
+    ids = torch.tensor([context + question if when == "before" else context], device=device)
+    fed = torch.tensor([question], device=device) if when == "after" and question else None
+    entries, ends = bench.alive("tasks", context=settings.longest), end_tokens(bench)
+    record: PrefillRecord | None = None
+    with bench.shared(entries, "tasks", context=settings.longest):
+        record = prefill(model, ids, [entry.method.rule for entry in entries])
+    for entry in entries if record is not None else []:
+        with bench.cell(entry, "tasks", context=settings.longest):
+            step = 0 if fed is None else fed.shape[1]
+            cache = build_cache(model, entry.method, record, max_new_tokens=step + sample.answer_tokens,
+                                max_step=max(1, step), kernel=bench.kernel)  # fmt: skip
+            engaged = cache.has_compressed
+            end = ends[0] if len(ends) == 1 else None
+            said = generate(model, fed, cache, sample.answer_tokens, end)[0].tolist()
+            stop = next((t for t, token in enumerate(said) if token in ends), None)
+            text = bench.loaded.tokenizer.decode(said[:stop])
+            score = SCORES[settings.set](name, text, sample.references, sample.classes)
+            answers[entry.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
+
+
+def _rows(bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, template: Template,
+          answers: Answers) -> Iterator[Row]:  # fmt: skip
+    mine, full = answers[entry.label, when], answers.get((bench.baseline.label, when), {})
+    base = replace(entry.row, measure="tasks", protocol=f"{settings.set}/{name}", question=when, batch=1, n=len(mine),
+                   context=settings.longest, dataset=settings.set,
+                   note=template.sha256 and f"chat template {template.sha256[:12]}")  # fmt: skip
+    yield replace(base, metric="score", unit="share", **_mean([answer.score for answer in mine.values()], bench.seed))
+    if not entry.is_baseline and len(full) == len(mine):
+        differences = [answer.score - full[i].score for i, answer in mine.items()]
+        yield replace(base, metric="score_minus_full", unit="share", **_mean(differences, bench.seed))
+    for metric, unit, values in (
+        ("engaged", "share", [float(answer.engaged) for answer in mine.values()]),
+        ("kept_tokens", "tokens", [answer.kept for answer in mine.values()]),
+    ):
+        yield replace(base, metric=metric, unit=unit, value=sum(values) / len(values))
+
+
+def _mean(values: list[float], seed: int) -> dict[str, Any]:
+    units = units_of(np.array(values)[:, None])
+    return {"value": units.mean, **bounds(mean_interval(units, seed))}
+
+
+def _record(bench: Bench, entries: list[Entry], settings: Tasks, name: str, when: str, i: int, sample: Sample,
+            prompt: tuple[list[int], list[int]], answers: Answers) -> dict[str, Any]:  # fmt: skip
+    found: dict[str, Any] = {
+        "measure": "tasks", "set": settings.set, "task": name, "sample": i, "question": when,
+        "tokens": len(prompt[0]), "sha256": token_hash(prompt[0] + prompt[1]), "references": sample.references,
+        "methods": [
+            {"method": entry.row.method, "store": entry.row.store, "knobs": entry.knobs,
+             "answer": answers[entry.label, when][i].text, "score": answers[entry.label, when][i].score}
+            for entry in entries
+        ],
+    }  # fmt: skip
+    if bench.save_tokens:
+        found["ids"], found["question_ids"] = prompt
+    return found

@@ -34,6 +34,7 @@ ARCHITECTURES = {
 MEASURES = {
     "perplexity": "NLL, KL and top-1 against the full cache, token by token through the compressed cache",
     "needle": "a number hidden in a long text: found or not, by length and depth",
+    "tasks": "LongBench and RULER as published, scored by their own metrics",
     "fidelity": "how long free generation stays with the full cache's, and whether it gets longer",
     "memory": "bytes really held, by part, and the peaks of prefill and decode",
     "latency": "prefill, compression and decode ms a token, over contexts",

@@ -8,8 +8,8 @@ from typing import Any
 from kvbench.config import ARCHITECTURES, GROUPS, KNOBS, MEASURES, OTHER_KNOBS, did_you_mean
 from kvbench.errors import UserError
 
-LISTS = ("compare", "measure", "needle.lengths", "needle.depths", "fidelity.contexts", "memory.contexts",
-         "latency.contexts", "latency.batches")
+LISTS = ("compare", "measure", "needle.lengths", "needle.depths", "needle.tasks", "needle.question",
+         "tasks.names", "tasks.question", "fidelity.contexts", "memory.contexts", "latency.contexts", "latency.batches")
 SWITCHES = ("kernel", "threads", "results_dir", "save_tokens", "save_kept", "rerun", "skip_larger")
 
 

@@ -30,6 +30,8 @@ from kvbench.measure.needle import needle
 from kvbench.measure.paging import paging
 from kvbench.measure.perplexity import check_stream, perplexity, window_offsets
 from kvbench.measure.prompts import check_prompts
+from kvbench.measure.task_sets import check_tasks, files_fingerprint
+from kvbench.measure.tasks import tasks
 from kvbench.model import (
     LoadedModel,
     ModelSpec,
@@ -45,15 +47,26 @@ from kvbench.model import (
 from kvbench.progress import Progress
 from kvbench.results import RunFolder, check_writable
 from kvbench.rows import Row
-from kvbench.settings import KINDS, Fidelity, Latency, Memory, Needle, Paging, Perplexity, context_of, read_settings
+from kvbench.settings import (
+    KINDS,
+    Fidelity,
+    Latency,
+    Memory,
+    Needle,
+    Paging,
+    Perplexity,
+    Tasks,
+    context_of,
+    read_settings,
+)
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Measures, Work, conclude, measure
 from kvbench.sweep.plan import Job, node_of
 
 MEASURES: Measures = {
-    "perplexity": perplexity, "needle": needle, "fidelity": fidelity, "memory": memory, "latency": latency,
-    "paging": paging,
+    "perplexity": perplexity, "needle": needle, "tasks": tasks, "fidelity": fidelity, "memory": memory,
+    "latency": latency, "paging": paging,
 }  # fmt: skip
 
 
@@ -75,6 +88,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     check_lengths(settings, len(tokens), text, shape, spec)
     if "needle" in settings:
         check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
+    if "tasks" in settings:
+        check_tasks(settings["tasks"], shape.max_positions)  # type: ignore[arg-type]
     check_methods([method for _, method in entries], settings, shape)
     if any(method.store.calibrates for _, method in entries) and not spec.random:
         _check_calibration(settings.get("perplexity"), text, len(tokens))
@@ -82,7 +97,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         raise UserError("kernel=triton does not read absorbed latents; type kernel=reference, or model.mla=latent")
     device = pick_device(spec.device)
     facts = Facts(_weights(spec, shape), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
-                  str(config.kernel), torch.get_num_threads())  # fmt: skip
+                  str(config.kernel), torch.get_num_threads(),
+                  files_fingerprint(settings["tasks"]) if "tasks" in settings else "")  # type: ignore[arg-type]  # fmt: skip
     common = common_of(config)
     work = Work(job, [(part, [with_key(cell_of(method, part, common), facts) for method in methods])
                       for part in parts_of(settings)], facts.device)  # fmt: skip
@@ -135,8 +151,9 @@ def instantiate(config: MethodConfig) -> Method:
 def check_lengths(settings: dict[str, Any], tokens: int, text: Text, shape: ModelShape, spec: ModelSpec) -> None:
     """Raise UserError for a context longer than the text or than the model's positions, windows that would score a
     token twice, or a needle without words."""
-    if "needle" in settings and spec.random:
-        raise UserError(f"needle needs words and {spec.name} has random weights; type measure='[memory,latency]'")
+    for name in settings:
+        if name in ("needle", "tasks") and spec.random:
+            raise UserError(f"{name} needs words and {spec.name} has random weights; type measure='[memory,latency]'")
     for key, needed in _needed(settings):
         if needed > tokens:
             raise UserError(f"{key} needs {needed} tokens and data={text.name} has {tokens}; type a smaller {key}")
@@ -161,6 +178,8 @@ def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield "perplexity.tokens" if streamed else "perplexity.context + perplexity.tokens", setting.longest
         elif isinstance(setting, Needle):
             yield "needle.lengths", max(setting.lengths)  # check_prompts counts question and answer
+        elif isinstance(setting, Tasks):
+            continue  # its contexts come from elsewhere, and check_tasks looks at their length
         elif isinstance(setting, Memory):
             yield "memory.contexts", max(setting.contexts) + setting.tokens
         elif isinstance(setting, Paging):
@@ -206,7 +225,7 @@ def small_prompts(methods: dict[str, Method], settings: dict[str, Any]) -> Itera
 
 
 def _prompts(setting: Any) -> list[int]:
-    if isinstance(setting, Perplexity):
+    if isinstance(setting, Perplexity | Tasks):
         return [context_of(setting)]
     if isinstance(setting, Paging):
         return []  # no budget is measured there

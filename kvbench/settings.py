@@ -81,6 +81,23 @@ class Fidelity:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """The first `samples` samples of the tasks `names` of a published set, contexts cut to `longest` tokens.
+
+    path: a folder with NAME.jsonl or NAME.parquet files instead of the hub. length: which of RULER's lengths.
+    """
+
+    set: Literal["longbench", "ruler"]
+    names: list[str]
+    samples: int
+    longest: int
+    question: list[Literal["after", "before"]]
+    template: Literal["base", "chat"] = "base"
+    length: int = 4096
+    path: str | None = None
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes after each context and `tokens` decoded tokens."""
 
@@ -114,12 +131,12 @@ class Paging:
     tokens: int
 
 
-Setting = Perplexity | Needle | Fidelity | Memory | Latency | Paging
+Setting = Perplexity | Needle | Tasks | Fidelity | Memory | Latency | Paging
 Settings = TypeVar("Settings", bound=Setting)
 
 KINDS: dict[str, type[Setting]] = {
-    "perplexity": Perplexity, "needle": Needle, "fidelity": Fidelity, "memory": Memory, "latency": Latency,
-    "paging": Paging,
+    "perplexity": Perplexity, "needle": Needle, "tasks": Tasks, "fidelity": Fidelity, "memory": Memory,
+    "latency": Latency, "paging": Paging,
 }  # fmt: skip
 
 
@@ -129,6 +146,8 @@ def one_by_one(setting: Setting) -> list[Setting]:
         return [setting]
     if isinstance(setting, Needle):
         return [replace(setting, lengths=[length]) for length in setting.lengths]
+    if isinstance(setting, Tasks):
+        return [replace(setting, names=[name]) for name in setting.names]
     alone = [replace(setting, contexts=[context]) for context in setting.contexts]
     return [one for setting in alone for one in _by_batch(setting)]
 
@@ -146,12 +165,15 @@ def context_of(setting: Setting) -> int:
         return setting.tokens if setting.protocol == "stream" else setting.context
     if isinstance(setting, Paging):
         return setting.prefix + max(setting.own)
+    if isinstance(setting, Tasks):
+        return setting.longest
     return max(setting.lengths if isinstance(setting, Needle) else setting.contexts)
 
 
 def without_context(setting: Setting) -> dict[str, Any]:
     """The settings but the context: what cells of different sizes have in common."""
-    return {key: value for key, value in asdict(setting).items() if key not in ("context", "lengths", "contexts")}
+    sizes = ("context", "lengths", "contexts", "longest")
+    return {key: value for key, value in asdict(setting).items() if key not in sizes}
 
 
 def read_settings(kind: type[Settings], name: str, node: Mapping[str, Any]) -> Settings:
@@ -177,6 +199,10 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
             raise UserError(f"{key}=[] lists nothing; type at least one value")
         # A value given twice would be measured twice and counted as two.
         return list(dict.fromkeys(_checked(key, item, typing.get_args(hint)[0]) for item in items))
+    if hint is str or hint == str | None:
+        if not (isinstance(value, str) and value.strip()) and not (value is None and hint is not str):
+            raise UserError(f"{key}={value} is no name; type {key}=NAME")
+        return value
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{key}={value} is not a depth; type numbers from 0 to 1")

@@ -5,6 +5,7 @@ references (`answers` or `answer`), `max_new_tokens`, and for classifications `a
 both on the hub in these columns.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,15 @@ class Sample:
     classes: list[str]
 
 
-def check_tasks(settings: Tasks) -> None:
-    """Raise UserError for names that the set does not have, and for files that are not there."""
+def check_tasks(settings: Tasks, max_positions: int | None) -> None:
+    """Raise UserError for names that the set does not have, files that are not there, prompts beyond the model."""
+    if max_positions is not None and settings.longest >= max_positions:
+        raise UserError(f"tasks.longest={settings.longest} leaves no room for an answer in {max_positions} positions; "
+                        f"type tasks.longest={max(1, max_positions - 512)} or less")  # fmt: skip
     for name in settings.names:
         if name not in NAMES[settings.set]:
-            raise UserError(f"tasks.names={name} is not in {settings.set}; choose from {', '.join(NAMES[settings.set])}")
+            known = ", ".join(NAMES[settings.set])
+            raise UserError(f"tasks.names={name} is not in {settings.set}; choose from {known}")
         if settings.path is not None:
             local_file(settings, name)
     if settings.path is None and not hub_reachable():
@@ -49,7 +54,7 @@ def check_tasks(settings: Tasks) -> None:
         if not constants.HF_HUB_OFFLINE:
             raise UserError(
                 f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
-                f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files, or set HF_HUB_OFFLINE=1 if it was loaded before"
+                f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files (HF_HUB_OFFLINE=1 if it was loaded before)"
             )
 
 
@@ -88,17 +93,25 @@ def local_file(settings: Tasks, name: str) -> Path:
     folder = Path(str(settings.path)).expanduser()
     found = [folder / f"{name}{ending}" for ending in FORMATS if (folder / f"{name}{ending}").is_file()]
     if not found:
-        raise UserError(f"tasks.path={settings.path} has no {name}.jsonl, {name}.json or {name}.parquet; give the folder "
-                        "that holds them")  # fmt: skip
+        raise UserError(f"tasks.path={settings.path} has no {name}.jsonl, {name}.json or {name}.parquet; "
+                        "give the folder that holds them")  # fmt: skip
     return found[0]
+
+
+def files_fingerprint(settings: Tasks) -> str:
+    """sha256 of the local files; of a set on the hub its address, which the hub keeps under one name for good."""
+    if settings.path is None:
+        return HUB[settings.set]
+    files = [local_file(settings, name) for name in settings.names]
+    return hashlib.sha256("".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files).encode()).hexdigest()
 
 
 def _sample(row: dict[str, Any], name: str) -> Sample:
     missing = [column for column in COLUMNS if not isinstance(row.get(column), str)]
     references = row.get("answers") or row.get("answer")
     if missing or not references:
-        raise UserError(f"a sample of {name} lacks {missing[0] if missing else 'answers'}; a sample has context, question "
-                        "and answers")  # fmt: skip
+        raise UserError(f"a sample of {name} lacks {missing[0] if missing else 'answers'}; a sample has context, "
+                        "question and answers")  # fmt: skip
     listed = [references] if isinstance(references, str) else [str(reference) for reference in references]
     tokens = int(row.get("max_new_tokens") or 64)
     classes = [str(label) for label in row.get("all_classes") or []]

@@ -41,7 +41,7 @@ Answers = dict[tuple[str, str], dict[int, Answer]]
 
 
 def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
-    """One finding a task, with rows a method and time of the question: score, score_minus_full, engaged, kept_tokens."""
+    """One finding a task: rows score, score_minus_full, engaged, kept_tokens a method and time of the question."""
     for name in settings.names:
         samples = load_samples(settings, name)
         template = template_of(bench.loaded.tokenizer, "base" if name in WITHOUT_CHAT else settings.template)
@@ -53,11 +53,16 @@ def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
                 for i, (sample, (context, question)) in enumerate(zip(samples, prompts, strict=True)):
                     _ask(bench, settings, name, when, i, sample, context, question, answers)
                     advance(len(bench.entries))
-        done = bench.alive("tasks", context=settings.longest)
+        done = bench.alive("tasks", **place(settings, name))
         rows = [row for entry in done for when in settings.question
                 for row in _rows(bench, entry, settings, name, when, template, answers)]  # fmt: skip
         yield Finding(rows, [_record(bench, done, settings, name, when, i, sample, prompts[i], answers)
                              for when in settings.question for i, sample in enumerate(samples)])  # fmt: skip
+
+
+def place(settings: Tasks, name: str) -> dict[str, Any]:
+    """What tells a task's rows from another's."""
+    return {"context": settings.longest, "protocol": f"{settings.set}/{name}"}
 
 
 def encode(tokenizer: Any, sample: Sample, longest: int, template: Template) -> tuple[list[int], list[int]]:
@@ -77,12 +82,12 @@ def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sa
     model, device = bench.loaded.model, bench.loaded.device
     ids = torch.tensor([context + question if when == "before" else context], device=device)
     fed = torch.tensor([question], device=device) if when == "after" and question else None
-    entries, ends = bench.alive("tasks", context=settings.longest), end_tokens(bench)
+    entries, ends = bench.alive("tasks", **place(settings, name)), end_tokens(bench)
     record: PrefillRecord | None = None
-    with bench.shared(entries, "tasks", context=settings.longest):
+    with bench.shared(entries, "tasks", **place(settings, name)):
         record = prefill(model, ids, [entry.method.rule for entry in entries])
     for entry in entries if record is not None else []:
-        with bench.cell(entry, "tasks", context=settings.longest):
+        with bench.cell(entry, "tasks", **place(settings, name)):
             step = 0 if fed is None else fed.shape[1]
             cache = build_cache(model, entry.method, record, max_new_tokens=step + sample.answer_tokens,
                                 max_step=max(1, step), kernel=bench.kernel)  # fmt: skip
@@ -98,8 +103,8 @@ def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sa
 def _rows(bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, template: Template,
           answers: Answers) -> Iterator[Row]:  # fmt: skip
     mine, full = answers[entry.label, when], answers.get((bench.baseline.label, when), {})
-    base = replace(entry.row, measure="tasks", protocol=f"{settings.set}/{name}", question=when, batch=1, n=len(mine),
-                   context=settings.longest, dataset=settings.set,
+    base = replace(entry.row, measure="tasks", question=when, batch=1, n=len(mine), dataset=settings.set,
+                   **place(settings, name),
                    note=template.sha256 and f"chat template {template.sha256[:12]}")  # fmt: skip
     yield replace(base, metric="score", unit="share", **_mean([answer.score for answer in mine.values()], bench.seed))
     if not entry.is_baseline and len(full) == len(mine):

@@ -79,12 +79,14 @@ class Facts:
     device: str
     kernel: str
     threads: int
+    task_files: str = ""
 
     def key(self, cell: Cell) -> str:
         """The cell's resume key."""
         timed = cell.measure in TIMED
         return resume_key(
-            model_revision=self.model_revision, config=cell.config, data_fingerprint=self.data_fingerprint,
+            model_revision=self.model_revision, config=cell.config,
+            data_fingerprint=self.task_files if cell.measure == "tasks" else self.data_fingerprint,
             protocol=cell.measure, dtype=self.dtype, device_name=self.device if timed else None,
             kernel=self.kernel if timed else None, threads=self.threads if timed else None,
         )  # fmt: skip

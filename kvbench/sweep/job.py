@@ -23,7 +23,7 @@ from kvbench.sweep.claims import Claims, beating
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
 
-COMPARED = ("perplexity", "needle", "fidelity")
+COMPARED = ("perplexity", "needle", "tasks", "fidelity")
 """Measures that hold every method against the full cache, which therefore runs even where its own cell is done."""
 APART = ("memory",)
 """Measures whose methods share nothing: each is a step of its own, so that a kill costs one of them."""

@@ -267,7 +267,7 @@ def test_measures() -> None:
     assert check_measures("memory") == ["memory"]
     assert check_measures(["memory", "latency", "memory"]) == ["memory", "latency"]
     for nothing in (None, [], "", ["memory", "speed"], [3], 3, [["memory"]]):
-        with pytest.raises(UserError, match="choose from perplexity, needle, fidelity, memory, latency"):
+        with pytest.raises(UserError, match="choose from perplexity, needle, tasks, fidelity, memory, latency"):
             check_measures(nothing)
 
 

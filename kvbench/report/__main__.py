@@ -1,4 +1,4 @@
-"""`python -m kvbench.report PATH [PATH ...] [--out DIR]`: tables and plots from run folders."""
+"""`python -m kvbench.report PATH [PATH ...] [--out DIR]`: a page, tables and plots from run folders."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the report; 0 if it was written, 2 after one line on stderr if the input cannot be used."""
     parser = _Parser(
         prog="python -m kvbench.report",
-        description="Write report.md, CSV tables and PNG plots from run folders, also while they still run.",
+        description="Write report.html, report.md, tables and plots from run folders, also while they still run.",
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="run folder or folder of them")
+    parser.add_argument("paths", nargs="*", metavar="PATH", type=Path, help="run folder or folder of them")
+    parser.add_argument("--against", nargs=2, metavar=("OLD", "NEW"), type=Path,
+                        help="instead: what moved between two sweeps, beyond intervals (into NEW/against)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: PATH/report)")
     try:
         given = parser.parse_args(arguments)
+        if given.against:
+            old, new = given.against
+            return _against(old, new, given.paths, given.out)
         out = _out_folder(given.paths, given.out)
         # Imported late: matplotlib and pandas cost a second that --help and a typing error need not pay.
         from kvbench.report.page import write_report
@@ -42,9 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _against(old: Path, new: Path, others: Sequence[Path], out: Path | None) -> int:
+    if others:
+        raise UserError(f"--against takes OLD and NEW, and {str(others[0])!r} beside them; type for example: "
+                        "python -m kvbench.report --against results/old results/new")  # fmt: skip
+    from rich.console import Console
+
+    from kvbench.report.against import write_against
+    from kvbench.report.tables import for_terminal
+    from kvbench.results import check_writable, find_runs
+
+    find_runs([old, new])
+    out = out or (new.parent if new.is_file() else new) / "against"
+    check_writable(out, "report folder")
+    table, sentence = write_against(old, new, out)
+    console = Console()
+    if table is not None:
+        console.print(for_terminal(table, console.width))
+    print(sentence)
+    print(out / "against.html")
+    return 0
+
+
 def _out_folder(paths: Sequence[Path], out: Path | None) -> Path:
     if out is not None:
         return out
+    if not paths:
+        raise UserError(f"no PATH given: type for example: {EXAMPLE}")
     if len(paths) > 1:
         raise UserError(f"{len(paths)} paths given: say where to write with --out DIR")
     folder = paths[0].parent if paths[0].is_file() else paths[0]

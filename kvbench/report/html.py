@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from kvbench.report.commands import command_of
+from kvbench.report.commands import Recorded, command_of
 from kvbench.report.findings import Finding
 from kvbench.report.markdown import NO_WARNINGS, READING, machine
 from kvbench.report.plots import Plot
@@ -48,12 +48,8 @@ class Line:
 
 def to_html(report: Report, folder: Path) -> str:
     """The page; plots are read from `folder`, where they were drawn."""
-    environment = Environment(
-        loader=PackageLoader("kvbench.report", "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    template = environment.get_template("report.html.j2")
-    tables = [_shown(table, report) for table in report.tables]
+    template = _template("report.html.j2")
+    tables = [_shown(table, report.runs) for table in report.tables]
     return template.render(
         report=report,
         warnings=_by_kind(report.findings),
@@ -62,11 +58,25 @@ def to_html(report: Report, folder: Path) -> str:
         settings=_by_setting(report.advice),
         head=[table for table in tables if table["name"] == "overview"],
         tables=[table for table in tables if table["name"] != "overview"],
-        traits=_shown(report.traits, report) if report.traits is not None else None,
+        traits=_shown(report.traits, report.runs) if report.traits is not None else None,
         plots=[_drawn(plot, folder) for plot in report.plots],
         commands=list(dict.fromkeys(run.command for run in report.runs.values() if run.command)),
         machines=_machines(report.provenance),
     )
+
+
+def against_html(table: Table | None, title: str, sentence: str) -> str:
+    """The page of a comparison of two sweeps; table None: nothing moved."""
+    shown = _shown(table, {}) if table is not None else None
+    return _template("against.html.j2").render(table=shown, title=title, sentence=sentence)
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=PackageLoader("kvbench.report", "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 def _by_kind(findings: Iterable[Finding]) -> list[dict[str, Any]]:
@@ -90,11 +100,11 @@ def _by_setting(advice: Sequence[Advice]) -> list[tuple[str, list[Advice]]]:
     return sorted(settings.items(), key=lambda item: item[0] == "")
 
 
-def _shown(table: Table, report: Report) -> dict[str, Any]:
+def _shown(table: Table, runs: Mapping[str, Recorded]) -> dict[str, Any]:
     lines = []
     for index in range(table.height):
         row = table.rows[index] if table.rows else None
-        recorded = report.runs.get(row.run or "") if row is not None else None
+        recorded = runs.get(row.run or "") if row is not None else None
         command = command_of(row, recorded) if row is not None and recorded is not None else None
         cells = [_cell(column, index) for column in table.columns]
         lines.append(Line(cells, row is not None and row.method == "full" and row.store in (None, "dense"), command))

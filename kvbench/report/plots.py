@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from kvbench.atomic import write_atomic
 from kvbench.report.budgets import perplexity_budget
+from kvbench.report.candidates import GROUP
 from kvbench.report.curves import memory_context, tpot_context
 from kvbench.report.differences import window_differences
 from kvbench.report.heatmap import needle_maps
@@ -26,6 +28,8 @@ from kvbench.report.roofline import bandwidth_bars
 from kvbench.report.samples import Sample
 from kvbench.report.style import Looks, styles
 from kvbench.rows import Row
+
+MOST_SETTINGS = 4
 
 
 class Draw(Protocol):
@@ -94,6 +98,7 @@ DIFFERENCES = (
 def draw_all(rows: Sequence[Row], folder: Path, samples: Sequence[Sample] = ()) -> list[Plot]:
     """Draw every plot that the rows and samples allow into `folder` and say what was drawn."""
     looks = styles(display_name(row) for row in rows if row.method)
+    rows, left_out = _drawable(rows)
     drawn = []
     with styled():
         draws = [(name, title, caption, partial(draw, rows, looks)) for name, draw, title, caption in PLOTS]
@@ -102,15 +107,25 @@ def draw_all(rows: Sequence[Row], folder: Path, samples: Sequence[Sample] = ()) 
             figure = draw()
             if figure is not None:
                 save(figure, folder / name)
-                drawn.append(Plot(f"{name}.png", title, caption))
+                drawn.append(Plot(f"{name}.png", title, caption + left_out))
     return drawn
 
 
+def _drawable(rows: Sequence[Row]) -> tuple[Sequence[Row], str]:
+    """The settings with most rows, as many as a page can show, and the words that say so."""
+    counts = Counter(tuple(getattr(row, name) for name in GROUP) for row in rows if row.method)
+    if len(counts) <= MOST_SETTINGS:
+        return rows, ""
+    chosen = {setting for setting, _ in counts.most_common(MOST_SETTINGS)}
+    kept = [row for row in rows if tuple(getattr(row, name) for name in GROUP) in chosen]
+    return kept, f"; {MOST_SETTINGS} of {len(counts)} models and settings, all of them are in the tables"
+
+
 def save(figure: Figure, stem: Path) -> None:
-    """The figure as PNG and PDF, each whole or not at all."""
-    # Without a date, the same rows give the same file.
+    """The figure as PNG and PDF, each whole or not at all. Without a date: the same rows give the same file."""
     for kind, metadata in (("png", {}), ("pdf", {"CreationDate": None})):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, metadata=metadata)
+        figure.set_layout_engine("none")  # the places found for the first serve the second
         write_atomic(stem.with_suffix(f".{kind}"), buffer.getvalue())
     plt.close(figure)

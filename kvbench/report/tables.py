@@ -99,7 +99,7 @@ class TerminalTable:
         yield Text(" · ".join(shared), style="dim")
         for table in self.tables:
             yield Text()
-            yield _for_terminal(table, options.max_width, shared)
+            yield for_terminal(table, options.max_width, shared)
         if self.findings:
             yield Text()
         for finding in self.findings[:MOST_WARNINGS]:
@@ -124,7 +124,8 @@ def shared_caption(tables: Sequence[Table]) -> list[str]:
     return [part for part in first if all(part in caption for caption in captions)]
 
 
-def _for_terminal(table: Table, width: int, shared: Sequence[str]) -> RichTable:
+def for_terminal(table: Table, width: int, shared: Sequence[str] = ()) -> RichTable:
+    """The table with as many of its columns as fit; what all tables share is not repeated under it."""
     columns, dropped = fitting(table, width)
     own = [part for part in table.caption if part not in shared]
     if dropped:

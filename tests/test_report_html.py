@@ -64,7 +64,7 @@ def test_the_page_holds_everything_in_itself(page_file: Path) -> None:
     assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text
     for expected in ("run failed", "it broke", "still running", "oom", "boom", "22.31", "What the data cannot say"):
         assert expected in text
-    assert "compare=[&#34;method=h2o store=int4 bits=4 budget=256 window=128 variant=sum&#34;]" in text
+    assert "kvbench method=h2o store=int4 bits=4 budget=256 window=128 variant=sum" in text
 
 
 @needs_browser
@@ -116,7 +116,7 @@ def test_commands_can_be_copied_and_paper_shows_what_was_folded(browser: Any, pa
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator("#table-perplexity button.copy").nth(2).click()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.startswith("python -m kvbench 'compare=[\"method=kivi4") and "'measure=[perplexity]'" in copied
+    assert copied.startswith("python -m kvbench method=kivi4 bits=4") and "'measure=[perplexity]'" in copied
     folded = page.locator("details:not([open])").count()
     assert folded > 0
     page.evaluate("dispatchEvent(new Event('beforeprint'))")

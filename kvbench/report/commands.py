@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ class Recorded:
 
 
 def command_of(row: Row, recorded: Recorded) -> str | None:
-    """`python -m kvbench 'compare=["method=h2o budget=256"]' 'measure=[perplexity]' ...`; None if it cannot be told."""
+    """`python -m kvbench method=h2o budget=256 'measure=[perplexity]' ...`; None if it cannot be told."""
     words = shlex.split(recorded.command)
     if row.method is None or row.measure is None or "kvbench" not in words:
         return None
@@ -54,10 +57,12 @@ def command_of(row: Row, recorded: Recorded) -> str | None:
     if row.context is not None and row.measure in CONTEXTS:
         name = CONTEXTS[row.measure]
         told[f"{row.measure}.{name}"] = str(row.context) if name == "context" else f"[{row.context}]"
-    settings = [f"{key}={value}" for key, value in told.items()]
-    return shlex.join(
-        ["python", "-m", "kvbench", f'compare=["{_entry(row)}"]', f"measure=[{row.measure}]", *settings]
-    )
+    own = _method(row)
+    settings = [f"{key}={value}" for key, value in told.items() if key not in own]
+    if "experiment" in told:
+        settings.append("compare=null")  # the preset's list gives way to the one method
+    entry = [f"{key}={value}" for key, value in own.items()]
+    return shlex.join(["python", "-m", "kvbench", *entry, f"measure=[{row.measure}]", *settings])
 
 
 def _belongs(word: str, measure: str) -> bool:
@@ -68,13 +73,24 @@ def _belongs(word: str, measure: str) -> bool:
     return root not in MEASURES or root == measure
 
 
-def _entry(row: Row) -> str:
-    words = [f"method={row.method}"]
+def _method(row: Row) -> dict[str, str]:
+    """The method and every knob that made it, as settings of the command line."""
+    told: dict[str, Any] = {"method": row.method}
     if row.store not in (None, "dense", row.method):
-        words.append(f"store={row.store}")
+        told["store"] = row.store
     for name in COLUMNS:
         value = getattr(row, name)
-        if value is None or (name in ("k_bits", "v_bits") and value == row.bits):
-            continue
-        words.append(f"{name}={value:.10g}" if isinstance(value, float) else f"{name}={value}")
-    return " ".join([*words, *([f"seed={row.seed}"] if row.seed else [])])
+        if value is not None and not (name in ("k_bits", "v_bits") and value == row.bits):
+            told[name] = value
+    others = json.loads(row.knobs) if row.knobs else {}
+    told |= {key: value for key, value in others.items() if key in _root_settings() and value is not None}
+    if row.seed:
+        told.setdefault("seed", row.seed)
+    return {key: f"{value:.10g}" if isinstance(value, float) else str(value) for key, value in told.items()}
+
+
+@functools.cache
+def _root_settings() -> frozenset[str]:
+    """The keys of conf/config.yaml, which is where a knob is set."""
+    text = resources.files("kvbench.conf").joinpath("config.yaml").read_text(encoding="utf-8")
+    return frozenset(yaml.safe_load(text))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store, scatter_rows
 from kvbench.kernels.parts import Dense, Part
 
@@ -73,6 +74,9 @@ class Fp8Slots(Slots):
 
     def value_parts(self) -> Sequence[Part]:
         return [Dense(self.values[:, :, : self.length])]
+
+    def captured(self) -> CapturedSlots:
+        return CapturedSlots(self, [Dense(self.keys)], [Dense(self.values)])
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         for rows in (self.keys, self.values):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.codebook import CodedRows, packed_together
+from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import check_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
@@ -75,6 +76,10 @@ class TurboSlots(Slots):
 
     def value_parts(self) -> Sequence[Part]:
         return [self.values.part(self.length)]
+
+    def captured(self) -> CapturedSlots:
+        slots = self.keys.codes.shape[2]
+        return CapturedSlots(self, [self.keys.part(slots)], [self.values.part(slots)])
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.keys.buffers(kept)

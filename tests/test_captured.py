@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.cache.account import held_bytes
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import KVCache, Method, build_cache
 from kvbench.cache.captured import DecodeStep
@@ -18,7 +19,8 @@ from kvbench.cache.store import DenseStore, Slots
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.graph import WARM_UP, EagerDecoder, GraphDecoder, decoder_for
-from kvbench.kernels.parts import Dense
+from kvbench.kernels.parts import Coded, Dense
+from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
@@ -31,12 +33,14 @@ from kvbench.methods.random import Random
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
+from kvbench.methods.turbo import Turbo
 from tests.families import exact_llama, random_ids, tiny
 from tests.tape import OneDevice, TapeRecorder, on_meta
 
 R = 8
 STEPS = 3 * R + 1
 MODEL = exact_llama(4, 2, 32)
+SMALL = exact_llama(2, 1, layers=1)
 KIVI = Kivi(4, 4, 8, R)
 
 METHODS = {
@@ -49,6 +53,8 @@ METHODS = {
     "h2o filling": Method("m", H2O(budget=80), DenseStore()),
     "h2o never full": Method("m", H2O(budget=400), DenseStore()),
     "h2o+int4": Method("m", H2O(budget=40, recent=7, combine="max"), PerToken(4, 4)),
+    "h2o+turbo3": Method("m", H2O(budget=40), Turbo(3, 3)),
+    "random+fp8": Method("m", Random(budget=40), Fp8()),
     "streaming": Method("m", StreamingLLM(budget=40), DenseStore()),
     "streaming filling+rot3": Method("m", StreamingLLM(budget=80), PerToken(3, 3, rotate=True)),
     "streaming absolute": Method("m", StreamingLLM(budget=40, variant="absolute"), DenseStore()),
@@ -81,9 +87,9 @@ def held(layer: SlotLayer) -> Iterator[Tensor]:
     """What stands in a layer's filled slots, bit by bit."""
     for part in (*layer.slots.key_parts(), *layer.slots.value_parts()):
         if isinstance(part, Dense):
-            yield part.rows
+            yield part.rows.to(torch.float32) if part.rows.dtype.itemsize == 1 else part.rows
         else:
-            yield from (part.codes, part.scale, part.minimum)
+            yield from (part.codes, *((part.norm,) if isinstance(part, Coded) else (part.scale, part.minimum)))
     if layer.rule.budget is not None:
         yield layer.position[..., : layer.slots.length]
     if layer.scores is not None and layer.budget is not None and layer.capacity > layer.budget:
@@ -179,6 +185,17 @@ def test_nothing_is_allocated_for_the_captured_form() -> None:
         decode.run()
     assert {buffer.tensor.untyped_storage().data_ptr() for buffer in captured.buffers()} == before
     assert sum(tensor.nbytes for counts in decode.groups for tensor in counts.tensors()) < 64
+
+
+def test_bytes_and_addresses_stay_the_same_for_hundreds_of_replays() -> None:
+    for name in ("h2o", "streaming"):
+        captured = pair(SMALL, METHODS[name], random_ids(1, 60), 8)[1]
+        decoder = replaying(SMALL, captured)
+        before = [(held_bytes([buffer]).held, buffer.tensor.data_ptr()) for buffer in captured.buffers()]
+        for _ in range(150):
+            decoder.feed(random_ids(1, 1))
+        assert [(held_bytes([buffer]).held, buffer.tensor.data_ptr()) for buffer in captured.buffers()] == before
+        assert captured.kept_tokens == 40 and captured.get_seq_length() == 210
 
 
 def test_what_has_no_captured_form_is_named() -> None:

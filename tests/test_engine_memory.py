@@ -114,20 +114,21 @@ def test_every_tensor_of_the_cache_is_accounted_for(name: str) -> None:
     assert held.held == sum(held.parts.values()) and 0 <= held.slack < held.held
 
 
+@pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
-def test_bytes_and_addresses_stay_the_same_for_a_thousand_steps(name: str) -> None:
+def test_bytes_and_addresses_stay_the_same_for_thousands_of_steps(name: str, steps: int) -> None:
     model = exact_llama(2, 1, layers=1)
-    ids = random_ids(1, 1040)
-    cache = build_cache(model, Method(name, *METHODS[name]), ids[:, :40], 1000)
+    ids = random_ids(1, 40 + steps)
+    cache = build_cache(model, Method(name, *METHODS[name]), ids[:, :40], steps)
     addresses = [(buffer.part, buffer.tensor.data_ptr()) for buffer in cache.buffers()]
     held = held_bytes(cache.buffers())
-    for at in range(40, 1040):
+    for at in range(40, 40 + steps):
         step(model, ids[:, at : at + 1], cache)
         if at % 100 == 39:
             assert held_bytes(cache.buffers()) == held
             assert [(buffer.part, buffer.tensor.data_ptr()) for buffer in cache.buffers()] == addresses
             assert cache.kept_tokens == 16
-    assert cache.get_seq_length() == 1040
+    assert cache.get_seq_length() == 40 + steps
 
 
 def test_compressed_caches_hold_fewer_bytes() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +17,7 @@ from kvbench.kernels import prefill
 from kvbench.kernels.prefill import Scoring, causal_attention, column_sums, last_queries, probability_blocks
 from tests.reference import attention_matrix, attention_output, causal_mask, per_kv_head
 
+ROOT = Path(__file__).parents[1]
 LAYOUTS = pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=["gqa", "mha", "mqa"])
 SCORINGS = {
     "plain": {}, "softcap": {"softcap": 2.0}, "window": {"window": 5}, "sinks": {"sink_logits": True},
@@ -134,3 +140,33 @@ def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype) -> None:
     query, key, _ = draw((4, 2), 60, dtype=dtype)
     want = per_kv_head(whole_matrix(query.double(), key.double(), Scoring(0.3)), 2, "sum").sum(2)
     torch.testing.assert_close(column_sums(query, key, Scoring(0.3)), want.float(), atol=1e-4, rtol=0)
+
+
+PEAK = """
+import re, sys, torch
+from pathlib import Path
+from kvbench.cache.build import prefill
+from kvbench.methods.h2o import H2O
+from tests.models import random_llama
+
+model, rules = random_llama(9, 3, 64, layers=4, dtype=torch.float32), [H2O(256)] if sys.argv[1] == "h2o" else []
+prefill(model, torch.zeros(1, 64, dtype=torch.int64), [H2O(64)])
+memory = lambda name: int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+prefill(model, torch.zeros(1, 8192, dtype=torch.int64), rules)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak")
+def test_peak_with_observations_at_8k_tokens() -> None:
+    """What a prefill takes beyond the model's weights grows by at most a fifth."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(ROOT)}
+    peaks = {}
+    for rule in ("none", "h2o"):
+        done = subprocess.run([sys.executable, "-c", PEAK, rule], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        peaks[rule] = int(done.stdout)
+    assert peaks["h2o"] <= 1.2 * peaks["none"], peaks

@@ -15,12 +15,15 @@ import torch
 from scipy import special
 from torch import Tensor
 
+from kvbench import load_method
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
 from kvbench.decode import generate, step
+from kvbench.kernels import compiled
 from kvbench.measure import perplexity as measured
 from kvbench.measure.bench import Bench
 from kvbench.measure.perplexity import perplexity, window_offsets
+from kvbench.messages import names
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -328,3 +331,23 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
     assert [(label, row.status, row.context) for label, row in here.failures] == [
         ("full", "oom", CONTEXT), ("h2o", "oom", CONTEXT),
     ]  # fmt: skip
+
+
+THROUGH_KERNELS = [*(name for name in names("method") if name not in ("lagkv", "recompute")), "h2o+int8", "h2o+int4",
+                   "h2o+int2", "h2o+rot4", "h2o+rot3", "h2o+turbo4", "h2o+turbo3", "h2o+fp8", "h2o+bf16",
+                   "streaming_llm+int4", "full+paged"]  # fmt: skip
+
+
+@pytest.mark.skipif(isinstance(compiled(), str), reason="the compiled kernel cannot be had")
+def test_the_fast_kernel_gives_every_method_the_reference_s_perplexity() -> None:
+    """To 1e-4 nats a token, past evictions and flushes."""
+    named = {"full": load_method("full")} | {entry: load_method(entry, budget=48) for entry in THROUGH_KERNELS}
+    named["lagkv"] = load_method("lagkv", budget=4 + 2 * 128)
+    model = random_llama(4, 2, 32, dtype=torch.float32)
+    found = {}
+    for kernel in ("cpu", "reference"):
+        rows = rows_of(perplexity(bench_of(model, named, TEXT, kernel=kernel), settings(context=300, tokens=40)))
+        found[kernel] = {entry: value(rows, entry, "nll") for entry in named}
+    assert all(value is not None for value in found["cpu"].values()) and len(found["cpu"]) >= 20
+    differences = {entry: abs(found["cpu"][entry] - found["reference"][entry]) for entry in named}
+    assert 0 < max(differences.values()) <= 1e-4, differences  # not 0: they add up in another order

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-BLOCK_BYTES = 32 * 2**20
-"""Size of the score matrix of one block of rows."""
+BLOCK_BYTES = 8 * 2**20
+"""Size of the score matrix of one block of rows: about what a CPU's caches hold, and little beside a prompt's keys."""
+
+BLOCKS_ON_GPU = 16
+"""How many times as large blocks are on a GPU, where every operation costs a launch."""
 
 Combine = Literal["sum", "mean", "max"]
 """How the probabilities of the query heads that share a KV head become one number."""
@@ -92,7 +95,7 @@ def query_moments(query: Tensor, first: int, unrotated: Callable[[Tensor, int], 
     [B, Hq, n, D] that start at a position. Zeros where the prompt is no longer than `first`.
     """
     batch, heads, length, dim = query.shape
-    height = max(16, BLOCK_BYTES // (batch * heads * dim * 4))
+    height = max(16, block_bytes(query.device) // (batch * heads * dim * 4))
     starts, count = range(first, length, height), max(1, length - first)
     mean = query.new_zeros(batch, heads, 1, dim, dtype=torch.promote_types(query.dtype, torch.float32))
     for start in starts:
@@ -123,7 +126,7 @@ def probability_blocks(
     dtype = torch.promote_types(query.dtype, torch.float32)
     grouped = query.unflatten(1, (kv_heads, -1))
     per_row = batch * query.shape[1] * length * dtype.itemsize
-    height = max(16, BLOCK_BYTES // per_row)
+    height = max(16, block_bytes(key.device) // per_row)
     for start in range(first, length, height):
         stop = min(start + height, length)
         left = 0 if scoring.window is None else max(0, start - scoring.window + 1)
@@ -134,6 +137,11 @@ def probability_blocks(
         scores = scores.unflatten(2, (-1, stop - start))
         scores.masked_fill_(~_sees(start, stop, left, scoring.window, key.device), -torch.inf)
         yield slice(start, stop), slice(left, stop), softmax_with_sinks(scores, scoring.sink_logits)
+
+
+def block_bytes(device: torch.device) -> int:
+    """Size of one block's score matrix."""
+    return BLOCK_BYTES * (1 if device.type == "cpu" else BLOCKS_ON_GPU)
 
 
 def _sees(start: int, stop: int, left: int, window: int | None, device: torch.device) -> Tensor:

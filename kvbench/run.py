@@ -112,7 +112,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         check_model(loaded.model, method.rule)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
     bench = Bench(loaded, _entries(entries, loaded, text, config), tokens, progress,
-                  config.kernel, config.save_tokens, config.save_kept, config.seed)  # fmt: skip
+                  config.kernel, config.save_tokens, config.save_kept, config.seed, spec)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
     return _measure(work, bench, left, _label(methods), _resolved(config, methods))

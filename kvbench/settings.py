@@ -99,10 +99,11 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes after each context and `tokens` decoded tokens."""
+    """Bytes after each context and `tokens` decoded tokens, each in a process of its own where `isolate`."""
 
     contexts: list[int]
     tokens: int
+    isolate: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.cache.build import AnyCache, Method, PrefixCache
 from kvbench.cache.rule import EMPTY
 from kvbench.kept import Kept
-from kvbench.model import LoadedModel
+from kvbench.model import LoadedModel, ModelSpec
 from kvbench.progress import Progress
 from kvbench.rows import Row
 
@@ -48,6 +48,7 @@ class Bench:
 
     failures: label and row of the cells that could not be measured. kept: what caches
     held, where `save_kept`. `kernel` is what build_cache is asked for.
+    spec: how a process of its own can load the model; None: it cannot.
     """
 
     loaded: LoadedModel
@@ -58,6 +59,7 @@ class Bench:
     save_tokens: bool = False
     save_kept: bool = False
     seed: int = 0
+    spec: ModelSpec | None = None
     failures: list[tuple[str, Row]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)

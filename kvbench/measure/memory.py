@@ -12,10 +12,14 @@ from torch import Tensor
 
 from kvbench.background import repeating
 from kvbench.cache.account import Held, held_bytes
+from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
 from kvbench.decode import step
 from kvbench.errors import UserError
+from kvbench.fresh import can_have_children, in_fresh_process
 from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.model import ModelSpec, load_model
+from kvbench.progress import Progress
 from kvbench.rows import Row
 from kvbench.settings import Memory
 
@@ -36,14 +40,78 @@ class Peak:
 def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
     """One finding a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
 
-    Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's.
+    Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's; and,
+    where `isolate`, in a process that nothing else has run in.
     """
+    isolate = settings.isolate and bench.spec is not None and can_have_children()
     for context in settings.contexts:
         with bench.progress.phase(f"memory {context}", len(bench.entries)) as advance:
             for entry in bench.entries:
                 with bench.cell(entry, "memory", context=context):
-                    yield Finding(_measure(bench, entry, context, settings.tokens))
+                    measured = _apart if isolate else _measure
+                    yield Finding(measured(bench, entry, context, settings.tokens))
                 advance()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process of its own is given instead of a bench. ids: the text that is fed."""
+
+    spec: ModelSpec
+    entry: Entry
+    ids: list[int]
+    tokens: int
+    kernel: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The rows, or what failed."""
+
+    rows: list[Row]
+    failures: list[tuple[str, Row]]
+    tracebacks: list[str]
+
+
+def _apart(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
+    """`_measure` in a process of its own; its failures become the bench's."""
+    assert bench.spec is not None
+    request = Request(bench.spec, entry, bench.tokens[: context + tokens].tolist(), tokens, bench.kernel,
+                      torch.get_num_threads())  # fmt: skip
+    with _off_the_device(bench):
+        reply = in_fresh_process(answer, request)
+    bench.failures.extend(reply.failures)
+    bench.tracebacks.extend(reply.tracebacks)
+    return reply.rows
+
+
+def answer(request: Request) -> Reply:
+    """Load the model, measure, and tell: what runs in the process of its own."""
+    torch.set_num_threads(request.threads)
+    bench = Bench(load_model(request.spec), [request.entry], torch.tensor(request.ids), Progress(quiet=True),
+                  request.kernel)  # fmt: skip
+    context, rows = len(request.ids) - request.tokens, list[Row]()
+    with kvbench_attention(bench.loaded.model), bench.cell(request.entry, "memory", context=context):
+        for row in _measure(bench, request.entry, context, request.tokens):
+            peaks = (row.metric or "").startswith("peak_")
+            rows.append(replace(row, note=f"{row.note}, in a fresh process") if peaks else row)
+    return Reply(rows, bench.failures, bench.tracebacks)
+
+
+@contextmanager
+def _off_the_device(bench: Bench) -> Iterator[None]:
+    """A GPU need not hold the weights twice: this process's wait in the host's memory."""
+    model, device = bench.loaded.model, bench.loaded.device
+    if device.type != "cuda":
+        yield
+        return
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        model.to(device)
 
 
 def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:

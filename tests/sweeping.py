@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULTS = f"hydra.searchpath=[file://{ROOT / 'tests' / 'slurm' / 'conf'}]"
 TINY = (
     "model=random-tiny", "data=random", "perplexity.context=48", "perplexity.tokens=4", "perplexity.windows=2",
-    "memory.contexts=[32,48]", "memory.tokens=2", "latency.contexts=[32,48]", "latency.steps=3", "latency.warmup=1",
+    "memory.contexts=[32,48]", "memory.tokens=2", "memory.isolate=false",
+    "latency.contexts=[32,48]", "latency.steps=3", "latency.warmup=1",
 )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from kvbench.results import find_runs, load, read_status
 from tests.text import light
 
 QUICK = ["model=random-tiny", "data=random", "measure=[perplexity]", "perplexity.context=32", "perplexity.tokens=2"]
-TINY = ["model=random-tiny", "data=random", "measure=[memory]", "memory.contexts=[32]", "memory.tokens=2"]
+TINY = ["model=random-tiny", "data=random", "measure=[memory]", "memory.contexts=[32]", "memory.tokens=2",
+        "memory.isolate=false"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

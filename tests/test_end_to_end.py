@@ -25,7 +25,8 @@ CONTEXT, TOKENS = 96, 24
 COMMAND = [
     "model=random-tiny", "data=random", "measure=[perplexity,memory,latency]", "budget=40", "residual=32",
     f"compare=[{','.join(METHODS)},h2o+int4,full+int8]",
-    f"perplexity.context={CONTEXT}", f"perplexity.tokens={TOKENS}", f"memory.contexts=[{CONTEXT}]", "memory.tokens=8",
+    f"perplexity.context={CONTEXT}", f"perplexity.tokens={TOKENS}", f"memory.contexts=[{CONTEXT}]",
+    "memory.tokens=8", "memory.isolate=false",
     f"latency.contexts=[48,{CONTEXT}]", "latency.steps=8", "latency.warmup=2", "seed=5",
 ]  # fmt: skip
 PERPLEXITY = {"nll", "ppl", "kl", "kl_reverse", "top1", "top5", "nll_minus_full", "nll_minus_full_worst_decile",

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvbench.cache.account import allocator_bytes, held_bytes
 from kvbench.cache.build import Method
-from kvbench.cache.store import DenseStore
+from kvbench.cache.store import Buffer, DenseStore
+from kvbench.checkpoint import ModelSpec
 from kvbench.measure import memory as measured
 from kvbench.measure.bench import Bench
 from kvbench.measure.memory import memory, peak
-from kvbench.results import Row
+from kvbench.model import load_model
+from kvbench.rows import Row
 from kvbench.settings import Memory
 from tests.models import random_llama
 from tests.text import Breaks, bench_of, light, methods, rows_of, value
@@ -230,3 +233,83 @@ def test_one_broken_method_leaves_the_others_whole(how: str) -> None:
     assert done == {("full", CONTEXT), ("h2o", CONTEXT), ("full", 20), ("breaks", 20), ("h2o", 20)}
     ((label, row),) = here.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "memory", CONTEXT, how)
+
+
+# side by side
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "kivi", "streaming_llm"])
+def test_formula_bookkeeping_and_spare_slots_add_up_to_what_is_held(rows: list[Row], method: str) -> None:
+    held = parts(rows, method)
+    between = value(rows, method, "spare_bytes") + held["positions"] + held.get("scores", 0)
+    assert value(rows, method, "analytic_bytes") + between == value(rows, method, "held_bytes")
+    assert value(rows, method, "spare_bytes") >= 0
+
+
+def test_analytic_bytes_by_hand(rows: list[Row]) -> None:
+    heads = LAYERS * KV_HEADS
+    assert value(rows, "full", "analytic_bytes") == value(rows, "full", "dense_bytes")
+    assert value(rows, "h2o", "analytic_bytes") == 2 * heads * 10 * HEAD * 4
+    assert value(rows, "h2o", "spare_bytes") == 2 * heads * 1 * HEAD * 4  # the slot that a step writes first
+    # kivi, 4 bits in groups of 8, 44 tokens: 32 keys and 28 values in codes, each beside 17 rows of residual.
+    bits = 4 + 32 / 8
+    assert value(rows, "kivi", "analytic_bytes") == heads * HEAD * ((32 + 28) * bits / 8 + 2 * 17 * 4)
+
+
+def test_what_the_allocator_set_aside(rows: list[Row]) -> None:
+    for method in ("full", "h2o", "kivi", "streaming_llm"):
+        held = value(rows, method, "held_bytes")
+        # Rounded up to whole blocks; a handful of storages, none of them padded by more than a page.
+        assert held <= value(rows, method, "allocator_bytes") <= held + 16 * 4096
+    assert not [row for row in rows if row.method == "recompute" and row.metric == "allocator_bytes"]
+
+
+def test_a_view_keeps_its_whole_storage_alive_and_the_allocator_agrees() -> None:
+    whole = torch.zeros(MIB)
+    view = Buffer("dense", whole[: MIB // 16], 1.0)
+    assert held_bytes([view]).held == 4 * MIB
+    assert 4 * MIB <= (allocator_bytes([view]) or 0) <= 4 * MIB + 2 * 4096
+    assert allocator_bytes([view, view]) == allocator_bytes([view])
+
+
+# a process of its own
+
+
+SPEC = ModelSpec(
+    "random", device="cpu",
+    random={"model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": KV_HEADS,
+            "max_position_embeddings": 4096},
+)  # fmt: skip
+
+
+def test_a_fresh_process_measures_the_same_and_nothing_that_was_there_before() -> None:
+    """Bytes are the same to the byte. A hundred megabytes that this process has used and freed are nobody's peak."""
+    here = bench(methods("full", "h2o", "kivi", budget=10))
+    here.loaded = load_model(SPEC)
+    inside = rows_of(memory(here, Memory([CONTEXT], TOKENS, isolate=False)))
+    here.spec = SPEC
+    apart = rows_of(memory(here, Memory([CONTEXT], TOKENS)))
+    assert [(row.method, row.metric) for row in apart] == [(row.method, row.metric) for row in inside]
+    for a, b in zip(apart, inside, strict=True):
+        if a.metric and a.metric.startswith("peak_"):
+            assert (a.note or "").endswith("in a fresh process") and "fresh" not in (b.note or "")
+        elif a.metric != "allocator_bytes":
+            assert a == b
+    assert not here.failures
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "note"),
+    [("oom", "oom", "OutOfMemoryError: broken at position"), ("killed", "oom", "MemoryError: its process was killed"),
+     ("gone", "failed", "ended without a result, exit code 7")],
+)  # fmt: skip
+def test_whatever_a_process_of_its_own_dies_of_is_a_row(how: str, status: str, note: str) -> None:
+    broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 2), DenseStore())}
+    here = bench(broken | methods("h2o"))
+    here.spec = SPEC
+    found = rows_of(memory(here, Memory([CONTEXT], TOKENS)))
+    assert {row.method for row in found} == {"h2o"}
+    ((label, row),) = here.failures
+    assert (label, row.measure, row.context, row.status) == ("breaks", "memory", CONTEXT, status)
+    assert note in (row.note or "")

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ["model=random-tiny", "data=random"]
 PERPLEXITY = ["perplexity.context=40", "perplexity.tokens=10"]
 LATENCY = ["latency.contexts=[40]", "latency.steps=8", "latency.warmup=2"]
-MEMORY = ["memory.contexts=[32]", "memory.tokens=2"]
+MEMORY = ["memory.contexts=[32]", "memory.tokens=2", "memory.isolate=false"]
 
 
 def breaks(how: str, at: int) -> str:
@@ -80,6 +80,16 @@ def test_a_cell_that_fails_is_a_row_and_costs_no_other(how: str, capsys: pytest.
     told = [line for line in output.err.splitlines() if line.startswith("kvbench: ")]
     assert len(told) == 2 and all(f"{how}: random" in line for line in told)
     assert "h2o" in output.out  # the table of what there is
+
+
+def test_memory_is_measured_in_fresh_processes_and_one_that_fails_costs_no_other() -> None:
+    words = ["measure=[memory]", "memory.contexts=[32]", "memory.tokens=4"]
+    assert main([*TINY, *words, f'compare=[full,"{breaks("failed", 34)}"]', "budget=12"]) == 3
+    frame = load(the_run())
+    assert dict(zip(frame["method"], frame["status"], strict=True)) == {"full": "ok", "random": "failed"}
+    assert "tests/text.py" in read_status(the_run())["error"]
+    peaks = frame[frame["metric"].isin(["peak_prefill_bytes", "peak_decode_bytes"])]
+    assert len(peaks) == 2 and peaks["note"].str.endswith("in a fresh process").all()
 
 
 def test_a_failure_outweighs_running_out_of_memory() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
+import signal
 import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -124,13 +126,20 @@ ERRORS: dict[str, type[BaseException]] = {
 
 @dataclass(frozen=True)
 class Breaks(KeepRule):
-    """Keeps the newest tokens until position `at` comes, then raises what `how` names in `ERRORS`."""
+    """Keeps the newest tokens until position `at` comes, then raises what `how` names in `ERRORS`.
+
+    "killed" and "gone" take the whole process with them.
+    """
 
     how: str = "failed"
     at: int = 0
     seed: int = 0  # so that it can stand in for `random` in a config
 
     def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+        if newest == self.at and self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if newest == self.at and self.how == "gone":
+            os._exit(7)
         if newest == self.at:
             raise ERRORS[self.how](f"broken at position {newest}")
         return position.to(torch.float64)

@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.formula import store_of
 from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
-from kvbench.cache.mla import Latents, LatentStore, check_store, latents_of
+from kvbench.cache.mla import Latents, check_store, latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
 from kvbench.cache.ragged import RaggedLayer, ragged_layer
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
 from kvbench.cache.stock import StockCache, StockStore
-from kvbench.cache.store import Buffer, DenseStore, SlotShape, Store
+from kvbench.cache.store import Buffer, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
 from kvbench.shape import mla_layout
@@ -245,9 +246,7 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
-    store = method.store.for_layer(record.index) if window is None else DenseStore()
-    if latents is not None and latents.layout != "expand":
-        store = LatentStore(store, latents)
+    store = store_of(record, method, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])
     budget = rule.layer_tokens(prompt, record.index, layer_count)
     scores = rule.initial_scores(record)

@@ -1,23 +1,21 @@
 """Memory: bytes that a cache really holds, by part, and the peaks of prefill and decode apart."""
 
-import ctypes
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvbench.background import repeating
-from kvbench.cache.account import Held, held_bytes
+from kvbench.cache.account import Held, allocator_bytes, held_bytes
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
+from kvbench.cache.formula import kept_bytes
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.fresh import can_have_children, in_fresh_process
 from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.measure.peak import peak
 from kvbench.model import ModelSpec, load_model
 from kvbench.progress import Progress
 from kvbench.rows import Row
@@ -27,14 +25,6 @@ WARM_UP = 256
 """Tokens of a prompt that nothing is measured on."""
 
 PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis")
-
-
-@dataclass
-class Peak:
-    """Highest bytes during a phase, above what was there when it began, and how that was found out."""
-
-    bytes: int = 0
-    source: str = ""
 
 
 def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
@@ -123,6 +113,7 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
         cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
     itemsize = record.layers[0].key.element_size()
     numbers = sum(layer.token_numbers for layer in record.layers)
+    formula = kept_bytes(model, entry.method, record)
     del record
     with peak(device) as decode_peak:
         for t in range(tokens):
@@ -131,10 +122,26 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
     seen = context + tokens
     held = held_bytes(cache.buffers())
     rows = _held_rows(base, cache, held, seen, numbers * seen, itemsize)
+    if isinstance(cache, KVCache):
+        rows += _side_by_side(base, held, formula(cache), allocator_bytes(cache.buffers()))
     for metric, phase in (("peak_prefill_bytes", prefill_peak), ("peak_decode_bytes", decode_peak)):
         note = f"{phase.source}, above what was held before the phase"
         rows.append(replace(base, metric=metric, value=float(phase.bytes), unit="bytes", note=note))
     return rows
+
+
+def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -> Iterator[Row]:
+    """The same cache by formula and as the allocator has it, and what lies between, so that the three add up."""
+    bookkeeping = sum(held.parts.get(part, 0) for part in ("positions", "scores"))
+    byte = replace(base, unit="bytes")
+    yield replace(byte, metric="analytic_bytes", value=float(analytic),
+                  note="the store's formula for the kept tokens: rows, codes, scales, residual")  # fmt: skip
+    yield replace(byte, metric="spare_bytes", value=float(held.held - analytic - bookkeeping),
+                  note="held beyond analytic bytes, positions and scores: slots for tokens to come, and the one that a "
+                       "step writes before it evicts")  # fmt: skip
+    if allocated is not None:
+        yield replace(byte, metric="allocator_bytes", value=float(allocated),
+                      note="what the allocator set aside for the held bytes, its rounding included")  # fmt: skip
 
 
 def _warm_up(bench: Bench, entry: Entry, ids: Tensor) -> None:
@@ -160,72 +167,3 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, seen: int, values: int, i
     bounded = len(cache.layers) - len(cache.compressible) if isinstance(cache, KVCache) else 0
     note = f"{bounded} sliding-window layers left alone" if bounded else None
     return [replace(base, metric=metric, value=float(value), unit=unit, note=note) for metric, value, unit in found]
-
-
-@contextmanager
-def peak(device: torch.device) -> Iterator[Peak]:
-    """Highest memory inside the block above its start.
-
-    On a GPU the allocator's count. On a CPU the process's VmHWM, reset through /proc/self/clear_refs; where that
-    cannot be written, the resident size sampled every 2 ms, which can miss short peaks.
-    """
-    found = Peak()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield found
-        torch.cuda.synchronize(device)
-        found.bytes, found.source = torch.cuda.max_memory_allocated(device) - before, "CUDA allocator"
-        return
-    _give_back_freed_memory()
-    if _reset_high_water_mark():
-        before = _status_bytes("VmRSS")
-        yield found
-        found.bytes, found.source = max(0, _status_bytes("VmHWM") - before), "VmHWM of the process"
-        return
-    with _sampled(found):
-        yield found
-
-
-def _give_back_freed_memory() -> None:
-    """Freed memory that the C library keeps would be taken again unseen, and the peak come out too low."""
-    with suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _reset_high_water_mark() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return True
-    except OSError:
-        return False
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-@contextmanager
-def _sampled(found: Peak) -> Iterator[None]:
-    before = highest = _resident_bytes()
-
-    def sample() -> None:
-        nonlocal highest
-        highest = max(highest, _resident_bytes())
-
-    try:
-        with repeating(sample, 0.002):
-            yield
-    finally:
-        found.bytes, found.source = max(0, highest - before), "resident size, sampled every 2 ms"
-
-
-def _resident_bytes() -> int:
-    import psutil  # type: ignore[import-untyped]
-
-    return int(psutil.Process().memory_info().rss)

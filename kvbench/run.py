@@ -27,7 +27,7 @@ from kvbench.measure.generation import LONGEST
 from kvbench.measure.latency import latency
 from kvbench.measure.memory import memory
 from kvbench.measure.needle import needle
-from kvbench.measure.paging import paging
+from kvbench.measure.paging import check_paging, paging
 from kvbench.measure.perplexity import check_stream, perplexity, window_offsets
 from kvbench.measure.prompts import check_prompts
 from kvbench.measure.task_sets import check_tasks, files_fingerprint
@@ -201,6 +201,8 @@ def check_methods(methods: list[Method], settings: dict[str, Any], shape: ModelS
         method.store.check(shape.head_dim, shape.value_dim)
         if isinstance(scored := settings.get("perplexity"), Perplexity) and scored.protocol == "stream":
             check_stream(method)
+        if "paging" in settings:
+            check_paging(method)
         for prompt in sorted(prompts):
             method.rule.tokens(prompt)
 

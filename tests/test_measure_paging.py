@@ -10,7 +10,8 @@ import torch
 
 from kvbench.cache.build import Method
 from kvbench.cache.paged import PagedStore
-from kvbench.measure.paging import NOTE, paging
+from kvbench.errors import UserError
+from kvbench.measure.paging import NOTE, check_paging, paging
 from kvbench.methods.full import Full
 from kvbench.methods.per_token import PerToken
 from kvbench.rows import Row
@@ -29,7 +30,7 @@ A_TOKEN = 2 * LAYERS * KV_HEADS * HEAD * 4
 def rows() -> Iterator[list[Row]]:
     """A text whose first tokens and the three behind the prefix are all different: nothing matches by chance."""
     text = torch.cat([torch.arange(90), torch.randint(97, (400,), generator=torch.Generator().manual_seed(1))])
-    named = methods("full", "h2o", budget=10)
+    named = methods("full")
     named |= {"paged": Method("full", Full(), PagedStore()),
               "paged8": Method("full", Full(), PagedStore(PerToken(8, 8, 8)))}  # fmt: skip
     with light():
@@ -64,6 +65,9 @@ def test_every_row_says_what_paging_is(rows: list[Row]) -> None:
     assert {(row.context, row.batch, row.protocol) for row in measured} == {(100, 3, "40 tokens in common")}
 
 
-def test_a_rule_that_evicts_is_skipped(rows: list[Row]) -> None:
-    (row,) = [row for row in rows if row.method == "h2o"]
-    assert (row.status, row.value) == ("skipped", None) and "store=paged" in str(row.note)
+def test_a_rule_that_evicts_is_refused() -> None:
+    for name in ("h2o", "recompute"):
+        with pytest.raises(UserError, match="type method=full store=paged"):
+            check_paging(methods(name)[name])
+    for method in (methods("full")["full"], Method("full", Full(), PagedStore())):
+        check_paging(method)

@@ -16,12 +16,12 @@ from kvbench.cache.paged import PagedStore
 from kvbench.cache.prefix import PrefixPool, blocks_needed, slots_of
 from kvbench.cache.store import SlotShape, Store
 from kvbench.decode import step
+from kvbench.errors import UserError
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.rows import Row
 from kvbench.settings import Paging
 
 NOTE = "paging is memory management, not compression: tokens are held as they were"
-KEEPS_ALL = "paging is measured where every token stays: method=full store=paged"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class Served:
     waste: float
     positions: int
     logits: Tensor
+
+
+def check_paging(method: Method) -> None:
+    """Raise UserError for a method that does not keep every token."""
+    if method.rule.budget is not None or method.rule.needs_ids:
+        raise UserError(f"measure=paging compares memory where every token stays, and method={method.name} gives some "
+                        "up; leave it out, or type method=full store=paged")  # fmt: skip
 
 
 def paging(bench: Bench, settings: Paging) -> Iterator[Finding]:
@@ -49,10 +56,7 @@ def paging(bench: Bench, settings: Paging) -> Iterator[Finding]:
 
 
 def _rows(bench: Bench, entry: Entry, settings: Paging, base: Row) -> Iterator[Row]:
-    rule, store = entry.method.rule, entry.method.store
-    if rule.budget is not None or rule.needs_ids:
-        yield replace(base, status="skipped", n=None, note=KEEPS_ALL)
-        return
+    store = entry.method.store
     found: list[tuple[str, float, str]] = []
     lengths = [settings.prefix + own + settings.tokens for own in settings.own]
     contiguous = contiguous_bytes(bench, store.inner if isinstance(store, PagedStore) else store, lengths)

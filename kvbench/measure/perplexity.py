@@ -74,6 +74,8 @@ def check_stream(method: Method) -> None:
     if rule.budget is not None and not rule.holds_budget:
         raise UserError(f"method={method.name} with decode=append cuts the prompt only and a stream has none; "
                         f"type decode=evict, or {leave}")  # fmt: skip
+    if rule.ragged_heads:
+        raise UserError(f"method={method.name} settles the shares of heads by a prompt and a stream has none; {leave}")
     if rule.observations() and not rule.reads_attention:
         raise UserError(f"method={method.name} decides by what it observes of a prompt and a stream has none; {leave}")
 

@@ -20,6 +20,7 @@ from kvbench.cache.store import DenseSlots, DenseStore, SlotShape, Store
 from kvbench.check.__main__ import main
 from kvbench.check.identities import Subject, Trial, method_identities, model_identities
 from kvbench.kernels.cpu import CpuKernel
+from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -55,8 +56,9 @@ def failed(model: Any, make: Callable[[int], KeepRule], store: Store = DENSE) ->
 
 @pytest.mark.parametrize(
     "make",
-    [H2O, StreamingLLM, lambda budget: StreamingLLM(budget, variant="absolute")],
-    ids=["h2o", "streaming_llm", "absolute"],
+    [H2O, StreamingLLM, lambda budget: StreamingLLM(budget, variant="absolute"),
+     lambda budget: AdaKV(budget, inner=H2O(budget))],
+    ids=["h2o", "streaming_llm", "absolute", "adakv"],
 )
 @pytest.mark.parametrize("store", [DenseStore(), PerToken(group_size=8)], ids=["dense", "int4"])
 def test_right_methods_pass(model: Any, make: Callable[[int], KeepRule], store: Store) -> None:

@@ -54,9 +54,14 @@ class SlotLayer(CacheLayerMixin):
         return self.position.shape[-1]
 
     @property
+    def has_quantised(self) -> bool:
+        """Whether a token is held in fewer bits than the model's."""
+        return self.slots.has_quantised
+
+    @property
     def has_compressed(self) -> bool:
         """Whether a token has been evicted or quantised."""
-        return self.evicted > 0 or self.slots.has_quantised
+        return self.evicted > 0 or self.has_quantised
 
     def fill(self, key: Tensor, value: Tensor, position: Tensor, scores: Tensor | None, seen: int) -> None:
         """Take what a prefill left to keep: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
@@ -158,6 +163,10 @@ class SlotLayer(CacheLayerMixin):
         self.n_free += count
         self.kept -= count
         self.evicted += count
+
+    def positions(self) -> Tensor:
+        """The token in each slot written so far, EMPTY where there is none: int32 [B, Hkv, n]."""
+        return self.position[..., : self.slots.length]
 
     def kept_positions(self) -> Tensor:
         """Positions of the kept tokens in ascending order: int64 [B, Hkv, kept]."""

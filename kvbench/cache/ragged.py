@@ -52,9 +52,14 @@ class RaggedLayer(CacheLayerMixin):
         return self.seen - self.kept
 
     @property
+    def has_quantised(self) -> bool:
+        """Whether a token is held in fewer bits than the model's."""
+        return self.pool.slots.has_quantised
+
+    @property
     def has_compressed(self) -> bool:
         """Whether a token has been evicted or quantised."""
-        return self.kept < self.seen or self.pool.slots.has_quantised
+        return self.kept < self.seen or self.has_quantised
 
     def fill(self, key: Tensor, value: Tensor, kept: Tensor, scores: Tensor | None) -> None:
         """Take the prompt's tokens where kept, bool [B, Hkv, T]; key [B, Hkv, T, D], value, scores [B, Hkv, T]."""

@@ -178,7 +178,7 @@ def followed(trial: Trial, subject: Subject) -> tuple[Tensor, list[Verdict]]:
     for layer, kernel in zip(cache.layers, kernels, strict=True):
         layer.kernel = kernel
     broken, ours, theirs = promise_broken(cache, method), [cache.last_logits[:, None]], [cache.last_logits[:, None]]
-    shadowed = method.rule.budget is not None and not any(layer.slots.has_quantised for layer in cache.compressible)
+    shadowed = method.rule.budget is not None and not any(layer.has_quantised for layer in cache.compressible)
     for t in range(trial.steps):
         token = trial.following[:1, t : t + 1]
         if shadowed:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvbench.cache.build import KVCache
+from kvbench.cache.build import KVCache, Layer
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.record import LayerRecord, PrefillRecord
 from kvbench.kernels import reference
@@ -31,13 +31,13 @@ class ShadowLayer(CacheLayerMixin):
         super().__init__()
         self.keys, self.values = record.key, record.value
         self.held = torch.zeros(0)
-        self.layer: SlotLayer | None = None
+        self.layer: Layer | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the record brings keys and values."""
 
-    def look(self, layer: SlotLayer) -> None:
+    def look(self, layer: Layer) -> None:
         """Note which positions the cache's layer holds before its next forward."""
         self.layer, self.held = layer, held_positions(layer) > 0
 
@@ -49,10 +49,10 @@ class ShadowLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one token, [B, Hq, 1, Dv], over what the cache held and the token itself."""
-        keys, layer = self.keys, cast(SlotLayer, self.layer)
+        keys, layer = self.keys, self.layer
         visible = torch.cat([self.held, self.held.new_ones(*self.held.shape[:2], 1)], dim=-1)
-        n_sink = layer.rule.sinks_in_place if layer.evicted else 0
-        if n_sink and layer.rotate_back is not None:
+        n_sink = layer.rule.sinks_in_place if layer is not None and layer.evicted else 0
+        if n_sink and isinstance(layer, SlotLayer) and layer.rotate_back is not None:
             turn = layer.rotate_back
             cos, sin = (angle.to(keys.dtype) for angle in turn.angles(query, layer.evicted))
             sinks = keys[:, :, :n_sink]
@@ -83,9 +83,9 @@ def look(shadow: Cache, cache: KVCache) -> None:
         cast(ShadowLayer, layer).look(other)
 
 
-def held_positions(layer: SlotLayer) -> Tensor:
+def held_positions(layer: Layer) -> Tensor:
     """How many slots hold each position so far: int64 [B, Hkv, seen]; anything but 0 and 1 is a fault."""
-    position = layer.position[..., : layer.slots.length].long()
+    position = layer.positions().long()
     known = (position >= 0) & (position < layer.seen)
     counts = torch.zeros(*position.shape[:2], layer.seen, dtype=torch.int64, device=position.device)
     return counts.scatter_add_(-1, position.clamp(0, layer.seen - 1), known.long())

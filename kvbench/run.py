@@ -264,7 +264,8 @@ def _entries(
 
 
 def _json(others: dict[str, Any]) -> str | None:
-    return json.dumps(others, sort_keys=True) if others else None
+    given = {key: value for key, value in others.items() if value is not None}
+    return json.dumps(given, sort_keys=True) if given else None
 
 
 def _device_name(device: torch.device) -> str:

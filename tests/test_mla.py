@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,15 +22,17 @@ from transformers import (
     DeepseekV3ForCausalLM,
 )
 
+from kvbench.__main__ import main
 from kvbench.cache.account import held_bytes
 from kvbench.cache.build import KVCache, Method, build_cache, check_model, prefill
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture
 from kvbench.cache.hadamard import hadamard
+from kvbench.cache.mla import LatentStore, latents_of
 from kvbench.cache.observe import ColumnSums
 from kvbench.cache.record import RecordLayer
 from kvbench.cache.rule import KeepRule
-from kvbench.cache.store import DenseStore, Store
+from kvbench.cache.store import DenseStore, SlotShape, Store
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.kernels.cpu import pack_parts
@@ -43,8 +47,10 @@ from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
+from kvbench.results import load
 from kvbench.shape import shape_of
 from tests.reference import along_channels, attention_matrix, attention_output
+from tests.text import light
 
 RANK, ROPE, NOPE, VALUE, HEADS, LAYERS = 32, 16, 24, 40, 4, 2
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
@@ -310,3 +316,30 @@ def queries(model: Any) -> Iterator[list[Tensor]]:
     with mock.patch("kvbench.cache.record.RecordLayer", Listening), mock.patch("kvbench.cache.build.RecordLayer",
                                                                              Listening):  # fmt: skip
         yield found
+
+
+@pytest.mark.parametrize("store", [DenseStore(), DenseStore("float16"), PerToken(8, 8, 16), PerToken(4, 4, 16)])
+def test_bytes_by_formula_are_those_held(store: Store) -> None:
+    """The formula sums over what is stored: codes and pairs of the latent, the rotated key beside them."""
+    model = deepseek(dtype=torch.float32)
+    cache = build_cache(model, Method("x", Full(), store), random_ids(2, 30), 10)
+    shape = SlotShape(2, 1, RANK + ROPE, RANK, 40, 1, torch.float32, torch.device("cpu"))
+    ways = latents_of(model)
+    assert ways is not None and isinstance(cache, KVCache)
+    planned = LatentStore(store, ways[0]).planned_bytes(shape)
+    assert [held_bytes(layer.slots.buffers(40)).held for layer in cache.layers] == [planned] * LAYERS
+    if isinstance(store, PerToken):
+        assert planned == 80 * (RANK * store.k_bits // 8 + RANK // 16 * 4 + 2 * ROPE)
+
+
+def test_rows_name_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model=random-deepseek", "data=random", "measure=[memory]", "memory.contexts=[40]", "memory.tokens=2"]
+    with light():
+        for layout in ("absorbed", "expand"):
+            assert main([*words, f"model.mla={layout}"]) == 0
+        assert main([*words, "store=kivi4"]) == main([*words, "method=streaming_llm", "budget=16"]) == 2
+    frame = load("results").drop_duplicates("run").set_index("kv_heads")
+    assert set(frame["arch"]) == {"mla"} and set(frame.index) == {1, 4}
+    assert json.loads(frame.loc[1, "knobs"])["mla"] == "absorbed"
+    assert json.loads(frame.loc[4, "knobs"])["mla"] == "expand"

@@ -111,7 +111,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     for _, method in entries:
         check_model(loaded.model, method.rule)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
-    bench = Bench(loaded, _entries(entries, loaded, text, config), tokens, progress,
+    bench = Bench(loaded, _entries(entries, loaded, text, config, progress), tokens, progress,
                   config.kernel, config.save_tokens, config.save_kept, config.seed, spec)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
@@ -236,7 +236,7 @@ def _prompts(setting: Any) -> list[int]:
 
 
 def _entries(
-    methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig
+    methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig, progress: Progress
 ) -> list[Entry]:
     base = Row(
         model=loaded.name, revision=loaded.revision, arch=loaded.arch, kv_heads=loaded.kv_heads,
@@ -255,8 +255,10 @@ def _entries(
         own_seed = {"seed": knobs["seed"]} if knobs.get("seed", config.seed) != config.seed else {}
         layout = {"mla": loaded.mla} if loaded.mla else {}
         others = _json(method_config.others | own_seed | layout)
-        decode = decode_kernel(method, loaded.device, loaded.dtype, config.kernel)
+        decode = decode_kernel(method, loaded.model, loaded.dtype, config.kernel)
         kernel = "sdpa" if method.rule.needs_ids or method.store.brings_cache else decode.name
+        if reason := getattr(decode, "reason", ""):
+            progress.say(f"note: {label} decodes on the {decode.name} kernel: {reason}")
         row = replace(base, method=method_config.name, store=method_config.store, kernel=kernel, knobs=others,
                       **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip
         entries.append(Entry(method, label, row, knobs | method_config.others))

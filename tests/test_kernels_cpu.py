@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.cache.build import Method, build_cache
+from kvbench.cache.build import KVCache, Method, build_cache, decode_kernel
 from kvbench.cache.codebook import CodedRows
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
@@ -379,6 +379,18 @@ def test_a_model_decodes_as_through_the_reference(name: str) -> None:
         fed = ids[:, i : i + (3 if i % 7 == 0 else 1)]
         got, want = (step(model, fed, cache) for cache in caches)
         torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
+
+
+def test_a_store_that_the_kernel_does_not_read_decodes_on_the_reference_by_name() -> None:
+    """Heads of 12 channels are no multiple of 8."""
+    model = random_llama(4, 2, 12, dtype=torch.float32)
+    assert decode_kernel(Method("full", Full(), DenseStore()), model, torch.float32, "auto").name == "reference"
+    ids = torch.randint(97, (1, 20), generator=torch.Generator().manual_seed(4))
+    cache = build_cache(model, Method("full", Full(), DenseStore()), ids)
+    assert isinstance(cache, KVCache) and cache.kernel_name == "reference"
+    wide = random_llama(4, 2, 32, dtype=torch.float32)
+    for store in (DenseStore(), PerToken(3, 3), Turbo(), Fp8(), Kivi(4, 4, 32, 32, "token", "channel")):
+        assert decode_kernel(Method("full", Full(), store), wide, torch.float32, "auto").name == "cpu-c++"
 
 
 @pytest.mark.slow

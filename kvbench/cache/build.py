@@ -26,7 +26,10 @@ from kvbench.cache.stock import StockCache, StockStore
 from kvbench.cache.store import Buffer, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
-from kvbench.shape import mla_layout
+from kvbench.shape import mla_layout, shape_of
+
+PROBE = 512
+"""Tokens by which a kernel is asked whether it reads a store: enough for the usual residuals to be quantised."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         stock.compress_ms = 1e3 * (clock(record.ids.device) - started)
         return stock
     # Before the clock starts: it may compile.
-    decode = decode_kernel(method, record.ids.device, record.layers[0].key.dtype, kernel)
+    decode = decode_kernel(method, model, record.layers[0].key.dtype, kernel)
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
@@ -216,13 +219,23 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     return cache
 
 
-def decode_kernel(method: Method, device: torch.device, dtype: torch.dtype, wanted: str) -> Kernel:
-    """The kernel that a method's caches decode on; see `kvbench.kernels.choose`. Blocks of a pool are read by the
-    reference where the Triton kernel was wanted, and rows name it."""
-    kernel = choose(device, dtype, wanted)
+def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wanted: str) -> Kernel:
+    """The kernel that a method's caches decode on, see `kvbench.kernels.choose`: the reference, with the reason, where
+    the one chosen does not read what the store holds. Rows name what really runs."""
+    kernel = choose(model.device, dtype, wanted)
     if kernel.name == "triton" and (method.rule.ragged_heads or method.store.in_blocks):
         return ReferenceKernel("the Triton kernel does not read blocks of a pool")
-    return kernel
+    shape, store = shape_of(model.config), method.store
+    if store.calibrates or store.brings_cache or store.in_blocks or shape.mla is not None:
+        return kernel
+    store.check(shape.head_dim, shape.value_dim)
+    slots = store.allocate(SlotShape(1, 1, shape.head_dim, shape.value_dim, PROBE, 1, dtype, model.device))
+    slots.fill(*(torch.zeros(1, 1, PROBE, width, dtype=dtype, device=model.device)
+                 for width in (shape.head_dim, shape.value_dim)))  # fmt: skip
+    slots.settle()
+    query = torch.zeros(1, 1, 1, shape.head_dim, dtype=dtype, device=model.device)
+    reason = kernel.refusal(query, slots.key_parts(), slots.value_parts())
+    return kernel if reason is None else ReferenceKernel(reason)
 
 
 def check_model(model: PreTrainedModel, rule: KeepRule) -> None:

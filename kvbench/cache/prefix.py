@@ -117,7 +117,7 @@ class PrefixPool:
         if mla_layout(model.config.get_text_config()) is not None:
             raise UserError(f"{type(model).__name__} {WHOLE_LAYERS}")
         self.store, self.share, self.identity = method.store, share, identity(model, method, revision)
-        self.kernel = decode_kernel(method, model.device, model.dtype, kernel)
+        self.kernel = decode_kernel(method, model, model.dtype, kernel)
         self.pools: list[Pool] = []
         self.blocks = [Blocks(blocks) for _ in range(n_layers(model))]
         self.index: PrefixIndex[tuple[int, ...]] = PrefixIndex(self.store.block_size)

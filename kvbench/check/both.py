@@ -20,6 +20,10 @@ class BothKernels:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.name, self.worst = kernel, kernel.name, 0.0
 
+    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+        """What the kernel itself would pass to the reference."""
+        return self.kernel.refusal(query, keys, values)
+
     def attend(
         self,
         query: Tensor,

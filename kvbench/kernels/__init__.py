@@ -42,6 +42,9 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Output and probabilities; the latter may be None unless `want_probabilities`."""
 
+    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+        """What it does not take about such tensors, so that `attend` passes them to the reference; None if it does."""
+
 
 @runtime_checkable
 class LengthsKernel(Protocol):
@@ -96,6 +99,10 @@ class ReferenceKernel:
 
     def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
         """None: the reference takes them all."""
+        return None
+
+    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+        """There is nothing that it does not take."""
         return None
 
 

@@ -47,6 +47,12 @@ class CpuKernel:
         self._attend.argtypes = (ctypes.c_void_p, ctypes.c_double, ctypes.c_double)
         self._attend.restype = None
 
+    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+        """What it does not take about such tensors; None where it takes them."""
+        if pack_parts(query, keys, values) is not None:
+            return None
+        return "the compiled kernel does not take heads of this size in this store"
+
     def attend(
         self,
         query: Tensor,

@@ -102,6 +102,11 @@ class TritonKernel:
 
     name = NAME
 
+    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+        """What it does not take about such tensors; None where it takes them."""
+        reason = refusal(query, [p for p in keys if p.length], [p for p in values if p.length])
+        return None if reason is None else f"the Triton kernel does not take {reason}"
+
     def attend(
         self,
         query: Tensor,

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvbench.cache.store import SlotShape, Store
 from kvbench.kernels import triton_decode
 from kvbench.kernels.parts import Dense
 from kvbench.kernels.prefill import Scoring
-from kvbench.kernels.triton_decode import Launch, available, plan
+from kvbench.kernels.triton_decode import Launch, TritonKernel, available, plan, refusal
 from kvbench.kernels.triton_pieces import Sections, Work, sections_of, side_of
+from kvbench.methods.per_token import PerToken
+from kvbench.methods.turbo import Turbo
 from tests.triton_cases import Parts, dense, kivi_slots, per_token, whole_kivi
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
@@ -54,6 +57,18 @@ def test_many_numbers_under_the_interpreter() -> None:
     run_numerics("slow")
 
 
+@pytest.mark.parametrize(
+    ("store", "reason"), [(PerToken(3, 3), "groups of 32 codes of 3 bits"), (Turbo(4, 4), "codes of a codebook")]
+)
+def test_what_the_kernels_do_not_read_is_named(store: Store, reason: str) -> None:
+    """Their rows say that the reference ran."""
+    slots = store.allocate(SlotShape(1, 2, 64, 64, 40, 1, torch.float16, torch.device("cpu")))
+    slots.append(*torch.ones(2, 1, 2, 40, 64, dtype=torch.float16))
+    query = torch.ones(1, 4, 1, 64, dtype=torch.float16)
+    assert refusal(query, slots.key_parts(), slots.value_parts()) == reason
+    assert reason in str(TritonKernel().refusal(query, slots.key_parts(), slots.value_parts()))
+
+
 # ----------------------------------------------------------------------------------------------------------- compiled
 
 
@@ -86,7 +101,7 @@ def launches(parts: Parts, group: int = 4, probabilities: bool = False, lengths:
     """What a decode step with that many query heads a KV head launches."""
     key, value = side_of(parts[0]), side_of(parts[1])
     assert key is not None and value is not None
-    dtype = torch.float16 if key.dense is None else key.dense.dtype
+    dtype = torch.float16 if key.dense is None or key.dense.dtype.itemsize == 1 else key.dense.dtype
     query = torch.zeros(1, 2 * group, 1, dim, dtype=dtype)
     sections = sections_of(key, value, lengths is not None)
     work = Work(query, key, value, sections, Scoring(dim**-0.5), None, None, 0, lengths)
@@ -130,6 +145,13 @@ STORES = {
     "int4 per token": lambda: per_token(rows(256), rows(256)),
     "int2 per token": lambda: per_token(rows(256), rows(256), (2, 2)),
 }
+
+
+@needs_triton
+def test_8_bit_floats_are_widened_by_the_hardware(compiler: None) -> None:
+    e4m3 = [Dense(rows(256).to(torch.float8_e4m3fn))]
+    kernel = compiled(launches((e4m3, e4m3))[0])
+    assert "cvt.rn.f16x2.e4m3x2" in kernel.asm["ptx"]
 
 
 @needs_triton

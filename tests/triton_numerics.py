@@ -54,6 +54,15 @@ def test_dense_pieces(kind: str, dtype: torch.dtype) -> None:
     check(query, store(kind, key, value))
 
 
+@DTYPES
+def test_8_bit_floats(dtype: torch.dtype) -> None:
+    """Subnormal numbers, zeros and the largest among them."""
+    query, key, value = draw(dtype, 130)
+    key[:, :, 7], value[:, :, 8], value[:, :, 9, :5] = 2.0**-8, 448.0, 0.0
+    narrow = [rows.to(torch.float8_e4m3fn) for rows in (key, value)]
+    check(query, ([Dense(narrow[0])], [Dense(narrow[1])]))
+
+
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 65, 96, 128, 129])
 def test_lengths_around_blocks_and_residuals(length: int) -> None:
     """KIVI with a residual of 32: nothing packed, only keys, both; rings that wrap and rings that do not."""

@@ -247,8 +247,9 @@ def _constants(work: Work) -> dict[str, Any]:
 
 
 def _dense_dtype(rows: Tensor | None, query: Tensor) -> torch.dtype:
-    """What products with dense rows are computed in: 16 bits where both factors have the same 16."""
-    return query.dtype if rows is None or rows.dtype == query.dtype else torch.float32
+    """What products with dense rows are computed in: 16 bits where both factors have the same 16, or rows have 8."""
+    same = rows is None or rows.dtype in (query.dtype, torch.float8_e4m3fn)  # 8 bits fit into any 16
+    return query.dtype if same else torch.float32
 
 
 def _programs(sections: Sections, constants: dict[str, Any], walks: int, device: torch.device) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, total_length
 from kvbench.kernels.prefill import Scoring
+from kvbench.kernels.quantise import BITS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -91,6 +92,13 @@ def head_dim(part: Part) -> int:
     return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
+def is_readable_float8(rows: Tensor) -> bool:
+    """Whether rows are e4m3, on a device whose compiler can widen them: compute capability 8.9, or the interpreter."""
+    if rows.dtype != torch.float8_e4m3fn:
+        return False
+    return rows.device.type != "cuda" or torch.cuda.get_device_capability(rows.device) >= (8, 9)
+
+
 def refused(part: Part) -> str | None:
     """Why the kernels cannot read a part; None where they can."""
     if isinstance(part, Split):
@@ -98,13 +106,13 @@ def refused(part: Part) -> str | None:
     if isinstance(part, Paged):
         return "blocks of a pool"
     if isinstance(part, Dense):
-        if part.rows.dtype not in FLOATS:
+        if part.rows.dtype not in FLOATS and not is_readable_float8(part.rows):
             return f"rows of {part.rows.dtype}"
         return None if part.rows.stride(3) == 1 else "rows whose channels are not neighbours in memory"
     if isinstance(part, Coded):
         return "codes of a codebook"
     size, bits = part.group_size, part.bits
-    if size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
+    if bits not in BITS or size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
         return f"groups of {size} codes of {bits} bits"
     if part.axis == "token" and head_dim(part) % 2:
         return "an odd number of channels"

@@ -202,3 +202,21 @@ def test_traits_come_from_the_config_and_are_unknown_for_what_is_not_there() -> 
     assert traits_of(Row(method="h2o", store="int4")).shrinks == "tokens, bits"
     assert traits_of(Row(method="h2o", knobs='{"decode": "append"}')).bounded is False
     assert traits_of(Row(method="of_mine", store="../../secret")).shrinks is None
+
+
+def test_retrieval_counts_the_tasks_that_the_full_cache_solves() -> None:
+    def task(rows: list[Row], name: str, hits: float) -> list[Row]:
+        """The needle rows once more, under another task and with `hits` in each depth."""
+        found = [replace(row, protocol=name) for row in rows if row.measure == "needle"]
+        return [replace(row, value=hits if row.metric == "hits" else hits / 4) for row in found]
+
+    int4, int8 = cache("full", 10, 0.001, **OTHER), cache("full", 20, 0.001, **ONE)
+    easy = FULL + int4 + int8
+    hard = task(FULL, "hard", 1) + task(int4, "hard", 0) + task(int8, "hard", 0)
+    (group,) = groups_of(easy + hard)
+    assert [member.numbers["hit_rate"].n for member in group.members] == [12, 12]
+    second = task(FULL, "second", 4) + task(int4, "second", 2) + task(int8, "second", 4)
+    (group,) = groups_of(easy + hard + second)
+    assert [member.numbers["hit_rate"].n for member in group.members] == [24, 24]
+    assert [member.value("hit_rate") for member in group.members] == [0.75, 1]
+    assert chosen(easy + second, "retrieval") == "full+int8"

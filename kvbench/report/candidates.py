@@ -100,7 +100,8 @@ def _take(
     if not bases:
         return
     context = max(known for known in bases if known is not None)
-    here = [line for line in told if line.row.context == context]
+    # Of several batch sizes the smallest counts: it stands last and replaces the others.
+    here = sorted((line for line in told if line.row.context == context), key=lambda line: -(line.row.batch or 0))
     group.contexts[measure] = context
     for metric in metrics:
         numbers = {config_of(line.row): row for line in here if (row := line.get(metric)) is not None}
@@ -112,14 +113,30 @@ def _take(
 
 
 def _take_needles(group: Group, found: dict[Config, Candidate], rows: list[Row]) -> None:
+    """Hits by length over the tasks that the full cache itself solves at it; with one task, that task's own rows."""
     lines = [line for line in lines_of(rows, "needle", by_context=False) if line.row.question in (None, "after")]
-    pooled = {config_of(line.row): _pooled(line) for line in lines}
-    base = next((pooled[config_of(line.row)] for line in lines if line.baseline), {})
-    group.lengths = sorted(length for length, row in base.items() if (row.value or 0) >= INFORMATIVE)
-    for config, by_length in pooled.items():
-        found[config].hits = {length: by_length[length] for length in group.lengths if length in by_length}
-        if group.lengths and group.lengths[-1] in by_length:
-            found[config].numbers["hit_rate"] = by_length[group.lengths[-1]]
+    solved: dict[tuple[int, str | None], Row] = {}
+    tasks: dict[Config, dict[tuple[int, str | None], Row]] = {}
+    for line in lines:
+        pooled = {(length, line.row.protocol): row for length, row in _pooled(line).items()}
+        tasks.setdefault(config_of(line.row), {}).update(pooled)
+        if line.baseline:
+            solved |= {place: row for place, row in pooled.items() if (row.value or 0) >= INFORMATIVE}
+    group.lengths = sorted({length for length, _ in solved})
+    for config, of_task in tasks.items():
+        for length in group.lengths:
+            wanted = [place for place in solved if place[0] == length]
+            if all(place in of_task for place in wanted):
+                found[config].hits[length] = _over_tasks([of_task[place] for place in wanted])
+        if group.lengths and group.lengths[-1] in found[config].hits:
+            found[config].numbers["hit_rate"] = found[config].hits[group.lengths[-1]]
+
+
+def _over_tasks(rows: list[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    hits = Hits(sum((row.value or 0) * (row.n or 0) for row in rows), sum(row.n or 0 for row in rows))
+    return _wilson(replace(rows[0], protocol=None), rows[0].context or 0, hits)
 
 
 def _pooled(line: Line) -> dict[int, Row]:

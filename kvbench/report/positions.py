@@ -30,7 +30,9 @@ def kl_position(rows: Sequence[Row], looks: Looks | None = None) -> Figure | Non
         values = [(float(position), row.value) for position, row in points if row.value is not None and row.value > 0]
         if values:
             curves.append(Curve(line.name, names[config_of(line.row)], line.row.budget, values))
-    return small_multiples(curves, "position of the scored token", "KL, nats", looks, logarithmic=True) if curves else None
+    if not curves:
+        return None
+    return small_multiples(curves, "position of the scored token", "KL, nats", looks, logarithmic=True)
 
 
 def _curve_rows(curves: dict[tuple[str, int | None], dict[int, Row]]) -> dict[int, Row]:

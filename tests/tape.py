@@ -22,6 +22,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -42,6 +43,7 @@ class Tape(TorchDispatchMode):
             for old, fresh in zip(tree_leaves(out), tree_leaves(new), strict=True):
                 if isinstance(old, Tensor):
                     made[id(old)] = fresh
+        self.made = made
         return None if result is None else now(result)
 
 
@@ -62,6 +64,39 @@ class TapeRecorder:
         with self.tape:
             self.result = self.work()
         return self.result
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Whether a tensor has memory for each of its elements, as everything has that a step writes to."""
+    return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+class TapedGraph(Tape):
+    """A tape that keeps the promises of a CUDA graph: recording changes nothing in `state`, and a replay puts its
+    results where those of the recording are."""
+
+    def __init__(self, state: list[Tensor]) -> None:
+        super().__init__()
+        self.state = [tensor for tensor in state if is_written(tensor)]
+
+    def __enter__(self) -> TapedGraph:
+        self.before = [tensor.clone() for tensor in self.state]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, old in zip(self.state, self.before, strict=True):
+            tensor.copy_(old)
+
+    @torch.inference_mode()
+    def replay(self, result: Tensor | None = None) -> Tensor | None:
+        super().replay()
+        for _, _, _, out in self.calls:
+            for old in tree_leaves(out):
+                if isinstance(old, Tensor) and self.made[id(old)] is not old and is_written(old):
+                    old.copy_(self.made[id(old)])
+        return None
 
 
 class OneDevice(TorchDispatchMode):

@@ -18,7 +18,7 @@ from kvbench.cache.layer import CacheFull, SlotLayer
 from kvbench.cache.store import DenseStore, Slots
 from kvbench.decode import step
 from kvbench.errors import UserError
-from kvbench.graph import WARM_UP, EagerDecoder, GraphDecoder, decoder_for
+from kvbench.graph import WARM_UP, CudaGraph, EagerDecoder, GraphDecoder, decoder_for
 from kvbench.kernels.parts import Coded, Dense
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
@@ -35,7 +35,7 @@ from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
 from kvbench.methods.turbo import Turbo
 from tests.families import exact_llama, random_ids, tiny
-from tests.tape import OneDevice, TapeRecorder, on_meta
+from tests.tape import OneDevice, TapedGraph, TapeRecorder, on_meta
 
 R = 8
 STEPS = 3 * R + 1
@@ -235,10 +235,11 @@ def test_what_cannot_be_captured_goes_on_eagerly(name: str) -> None:
     assert decoder.note == "eager: LlamaForCausalLM was not captured: operation not permitted when stream is capturing"
 
 
-def test_a_first_step_that_breaks_off_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["h2o", "streaming", "kivi4", "full"])
+def test_a_first_step_that_breaks_off_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model fails behind its first layer, once: what that layer had added to its scores is taken back."""
     prompt, tokens = random_ids(1, 60, seed=1), random_ids(1, 9, seed=2)
-    eager, captured = pair(MODEL, METHODS["h2o"], prompt, 9)
+    eager, captured = pair(MODEL, METHODS[name], prompt, 9)
     decoder = GraphDecoder(MODEL, captured, DecodeStep(MODEL, captured), TapeRecorder)
 
     def breaks(*args: object, **kwargs: object) -> None:
@@ -270,3 +271,55 @@ def test_a_full_or_foreign_batch_is_refused_before_anything_changes() -> None:
 def test_without_a_gpu_the_step_is_the_plain_one() -> None:
     decoder = decoder_for(MODEL, pair(MODEL, METHODS["full"], random_ids(1, 20), 2)[0])
     assert isinstance(decoder, EagerDecoder) and decoder.note is None and not decoder.is_graph
+
+
+class NoStream:
+    """Stands in for a CUDA stream, and for the block in which it is the current one."""
+
+    def __init__(self, *others: object, **more: object) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class TapedCuda:
+    """`torch.cuda` as far as `CudaGraph` uses it, with tapes for graphs."""
+
+    Stream = stream = NoStream
+
+    def __init__(self, state: list[Tensor]) -> None:
+        self.main, self.state, self.captures = NoStream(), state, 0
+
+    def current_stream(self) -> NoStream:
+        return self.main
+
+    def CUDAGraph(self) -> TapedGraph:
+        return TapedGraph(self.state)
+
+    def graph(self, graph: TapedGraph, stream: NoStream) -> TapedGraph:
+        assert isinstance(stream, NoStream)
+        self.captures += 1
+        return graph
+
+
+def test_the_order_of_warm_up_capture_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KIVI over three flushes through `CudaGraph` itself: the capture changes nothing, the replay behind it does."""
+    prompt, tokens = random_ids(1, 60, seed=1), random_ids(1, STEPS, seed=2)
+    eager, captured = pair(MODEL, METHODS["kivi4"], prompt, STEPS)
+    decode = DecodeStep(MODEL, captured)
+    cuda = TapedCuda([*decode.tensors(), *(buffer.tensor for buffer in captured.buffers())])
+    monkeypatch.setattr(torch, "cuda", cuda)
+    decoder = GraphDecoder(MODEL, captured, decode, CudaGraph)
+    got = [decoder.feed(tokens[:, i : i + 1]).clone() for i in range(STEPS)]
+    monkeypatch.undo()
+    for i in range(STEPS):
+        torch.testing.assert_close(got[i], step(MODEL, tokens[:, i : i + 1], eager), atol=1e-9, rtol=0)
+    check_equal(eager, captured)
+    assert decoder.note is None and cuda.captures == 2  # the step and the flush

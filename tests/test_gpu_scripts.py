@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,6 +19,7 @@ from kvbench.kernels import REFERENCE
 from kvbench.kernels.parts import read_all
 from kvbench.kernels.prefill import Scoring
 from scripts import check_graph, gpu_decode, gpu_kernels, gpu_timing
+from tests.test_kernels_triton import NoDevice, needs_triton
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,6 +106,23 @@ def test_check_graph_sees_a_difference(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("KVBENCH_KERNEL", "reference")
     assert check_graph.main() == 1
     assert "apart at step" in json.loads(out.read_text())["rows"][0]["wrong"]
+
+
+@needs_triton
+@pytest.mark.parametrize("length", [2**20, 2**32])
+def test_the_reader_reads_16_bytes_at_a_time(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for Hopper: what the memory's speed is measured with."""
+    from triton.runtime import driver
+
+    from scripts.gpu_read import read
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    memory = torch.zeros(16)
+    made = read.warmup(memory, memory, length, BLOCK=4096, grid=(1,), num_warps=8)
+    ptx = (made.result() if hasattr(made, "result") else made).asm["ptx"]
+    assert "ld.global.v4" in ptx or re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, (16|0x10)", ptx)
+    assert not re.search(r"ld\.global\.b32", ptx)
 
 
 def test_without_a_gpu_the_scripts_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.captured import DecodeStep
+from kvbench.cache.store import DenseStore
+from kvbench.decode import step
 from kvbench.kernels import reference, triton_decode, triton_kernels
 from kvbench.kernels.parts import Dense, Part
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel, refusal
+from kvbench.methods.full import Full
+from kvbench.methods.h2o import H2O
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.per_token import PerToken
+from kvbench.methods.streaming_llm import StreamingLLM
+from tests.models import random_llama
 from tests.triton_cases import check, dense, error, kivi, kivi_slots, packed, per_token, randn, store, whole_kivi
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
@@ -196,6 +206,32 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
         assert torch.equal(got[0], reference.attend(q, keys, values, Scoring(0.1))[0])
         with pytest.raises(ValueError, match="do not take"):
             TritonKernel().attend(q, keys, values, Scoring(0.1), lengths=torch.zeros(3, dtype=torch.int32))
+
+
+CAPTURED = {
+    "kivi4": Method("m", Full(), Kivi(4, 4, 32, 32)), "h2o+int4": Method("m", H2O(36), PerToken(4, 4)),
+    "streaming_llm": Method("m", StreamingLLM(36), DenseStore()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_the_captured_step(name: str) -> None:
+    """A decode step as a CUDA graph runs it, lengths on the device, past a flush or evictions."""
+    model, tokens = random_llama(4, 2, 32, layers=1, dtype=torch.float32), torch.randint(97, (1, 67))
+    eager, captured = (build_cache(model, CAPTURED[name], tokens[:, :61], 6, kernel="reference") for _ in range(2))
+    for layer in captured.layers:
+        layer.kernel = TritonKernel()
+    decode = DecodeStep(model, captured)
+    for at in range(61, 67):
+        want = step(model, tokens[:, at : at + 1], eager)
+        with torch.inference_mode():
+            decode.ids.copy_(tokens[:, at : at + 1])
+            got = decode.run()
+            for counts in decode.count():
+                decode.flush(counts)
+        assert error(got, want) < 1e-4
+    kept, wanted = (cache.layers[0].kept_positions() for cache in (captured, eager))
+    assert captured.has_compressed and torch.equal(kept, wanted)
 
 
 def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:

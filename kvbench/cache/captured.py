@@ -206,6 +206,7 @@ class DecodeStep:
     def tensors(self) -> list[Tensor]:
         """What a step changes for good, beside rows of slots that are not filled before it."""
         own = [self.seen, *(tensor for counts in self.groups for tensor in counts.tensors())]
-        for layer in self.layers:
-            own += [layer.layer.position, layer.slot] + ([] if layer.layer.scores is None else [layer.layer.scores])
+        for layer in (captured.layer for captured in self.layers):
+            own += [layer.free] if layer.rule.budget is None else [layer.free, layer.position]
+            own += [] if layer.scores is None else [layer.scores]
         return own

@@ -167,7 +167,7 @@ def qkv(q: int = 5, n: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_what_the_attention_function_would_have_to_ignore_is_refused() -> None:
-    """A mask, a bias, attention that is not causal, and a step without a cache."""
+    """A mask, a bias, attention that is not causal, and a soft-capped step over a stock cache's keys."""
     query, key, value = qkv()
     refused(lambda: attention(Bare(), query, key, value, torch.zeros(1, 1, 5, 5)), "attention mask")
     refused(lambda: attention(Bare(), query, key, value, None, is_causal=False), "causally")
@@ -175,7 +175,7 @@ def test_what_the_attention_function_would_have_to_ignore_is_refused() -> None:
     for name in ("position_bias", "alibi"):
         refused(lambda name=name: attention(Bare(), query, key, value, None, **{name: torch.zeros(1)}), name)
     one, key, value = qkv(1, 5)
-    refused(lambda: attention(Bare(), one, key, value, None), "whole prompt")
+    refused(lambda: attention(Bare(), one, key, value, None, softcap=5.0), "sdpa")
 
 
 def test_default_scaling_is_one_over_the_root_of_the_head() -> None:

@@ -36,6 +36,8 @@ LEFT_OUT_METHODS = {
     "adakv": "its heads keep unequally many tokens: tests/test_methods_adakv.py",
 }
 LEFT_OUT_STORES = {"lowrank": "needs a whole model's eigenvectors: tests/test_methods_lowrank.py"}
+for stock in (name for name in names("store") if name.startswith("hf_")):
+    LEFT_OUT_METHODS[stock] = LEFT_OUT_STORES[stock] = "a cache of transformers' own, not of slots: tests/test_stock.py"
 METHODS = [name for name in names("method") if name not in LEFT_OUT_METHODS]
 STORES = [name for name in names("store") if name not in LEFT_OUT_STORES]
 

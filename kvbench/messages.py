@@ -52,6 +52,7 @@ def help_text() -> str:
         "  python -m kvbench.fetch smollm2-135m essays      the offline model and text",
         "  python -m kvbench -m method=full,h2o budget=256,1000 hydra/launcher=slurm   a sweep (joblib, local, ray)",
         "  python -m kvbench.status results/...             what of a sweep is done, running, failed, missing",
+        "  python -m kvbench.plan model=llama3.1-8b context=32768 memory=80GiB     bytes by formula, without weights",
         "  python -m kvbench.report results/...             tables and plots of one or many runs",
         "  python -m kvbench.check                          identities that must hold on this machine, pass or fail",
         "  python -m kvbench method=h2o --cfg job           every setting, with what you changed",

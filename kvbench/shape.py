@@ -155,6 +155,18 @@ def layer_kinds(config: Any) -> list[str]:
     return [kind] * int(config.num_hidden_layers)
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer, in tokens; None for those that attend to everything.
+
+    Raises UserError for a model with layers that keep a state instead of keys and values.
+    """
+    kinds = layer_kinds(config)
+    if any(kind in RECURRENT for kind in kinds):
+        raise UserError(f"{config.model_type} has layers that keep a state; its cache cannot be planned")
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    return [window if kind in SLIDING else None for kind in kinds]
+
+
 def refuse_unsupported(config: Any, name: str) -> None:
     """Raise UserError for a config that is not a decoder-only language model on its own."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING

@@ -1,0 +1,79 @@
+"""What a method's cache will take, by formula: from a model's config, without weights and without allocating."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import cast
+
+import torch
+
+from kvbench.cache.build import Method
+from kvbench.cache.mla import Latents, LatentStore
+from kvbench.cache.rule import KeepRule, SlidingWindow
+from kvbench.cache.store import DenseStore, SlotShape, Store
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model's layers, as a cache sees them.
+
+    kv_heads; key_dim, value_dim: numbers a head; windows: of each layer the model's own, None where it has none.
+    latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers together.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    windows: Sequence[int | None]
+    dtype: torch.dtype
+    latent: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Cached of a token, a layer and a head."""
+        return self.key_dim if self.latent else self.key_dim + self.value_dim
+
+    def full_bytes(self, batch: int, tokens: int) -> int:
+        """2 * L * B * S * Hkv * D * bytes, with bounded layers at what their window holds between steps."""
+        size = batch * self.kv_heads * self.numbers * self.dtype.itemsize
+        return sum(size * (tokens if window is None else min(tokens, window - 1)) for window in self.windows)
+
+
+def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:
+    """Bytes that the cache of `prompt` tokens with room for `new_tokens` more allocates, fed one at a time.
+
+    Slots of the store, positions, scores and the slots given up, layer by layer. AdaKV's heads, which hold whole
+    blocks of a pool, are taken to hold equally many tokens. Raises UserError where the budget does not fit the prompt,
+    TypeError where a store does not know its size.
+    """
+    if method.rule.needs_ids:
+        return 0
+    total = 0
+    for index, window in enumerate(model.windows):
+        rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
+        store: Store = method.store if window is None else DenseStore()
+        if model.latent:
+            store = LatentStore(store, cast(Latents, None))  # the weights play no part in its size
+        total += _layer_bytes(rule, store, model, batch, prompt, new_tokens, index)
+    return total
+
+
+def _layer_bytes(rule: KeepRule, store: Store, model: Planned, batch: int, prompt: int, new_tokens: int,
+                 index: int) -> int:  # fmt: skip
+    budget = rule.layer_tokens(prompt, index, len(model.windows))
+    evicts = budget is not None and rule.holds_budget
+    kept = prompt if budget is None else min(budget, prompt)
+    slots = kept + new_tokens
+    if budget is not None and evicts:
+        slots = min(slots, budget + 1)
+    shape = SlotShape(batch, model.kv_heads, model.key_dim, model.value_dim, slots, 1, model.dtype, torch.device("cpu"))
+    heads = batch * model.kv_heads
+    positions = 4 * slots * (1 if budget is None else heads) + (8 * heads if evicts else 0)
+    scored = evicts and type(rule).initial_scores is not KeepRule.initial_scores
+    return store.planned_bytes(shape) + positions + (4 * heads * slots if scored else 0)
+
+
+def largest_batch(method: Method, model: Planned, prompt: int, new_tokens: int, room: int) -> int:
+    """Rows of a batch whose caches fit into `room` bytes; the cache grows linearly with them."""
+    one = cache_bytes(method, model, 1, prompt, new_tokens)
+    return 0 if one == 0 else int(Fraction(max(0, room), one))

@@ -33,6 +33,7 @@ from kvbench.cache.observe import ColumnSums
 from kvbench.cache.record import RecordLayer
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, SlotShape, Store
+from kvbench.check.__main__ import main as check
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.kernels.cpu import pack_parts
@@ -343,3 +344,10 @@ def test_rows_name_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert set(frame["arch"]) == {"mla"} and set(frame.index) == {1, 4}
     assert json.loads(frame.loc[1, "knobs"])["mla"] == "absorbed"
     assert json.loads(frame.loc[4, "knobs"])["mla"] == "expand"
+
+
+@pytest.mark.parametrize("layout", ["absorbed", "expand"])
+def test_the_identities_hold(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evicting equals masking the whole history, prompts leave each other alone, and the rest of kvbench.check."""
+    assert check(["model=random-deepseek", f"model.mla={layout}", "data=random", "compare=[h2o]", "budget=64"]) == 0
+    assert "evicting equals masking" in capsys.readouterr().out

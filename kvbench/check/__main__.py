@@ -17,6 +17,7 @@ from kvbench.__main__ import check_override
 from kvbench.config import entry_overrides, method_config
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
 from kvbench.messages import names, one_line
+from kvbench.shape import mla_layout
 from kvbench.sweep.plan import node_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def verdicts(trial: Trial, subjects: list[Subject], with_model: bool = True) -> 
     if with_model:
         everything = (trial.prompts.shape[1] + trial.steps) // 32 * 32 + 32
         unquantised = subject_of(["method=kivi", "group=32", f"residual={everything}"]).make(None)
-        yield from model_identities(trial, full, unquantised)
+        has_heads = mla_layout(trial.model.config) in (None, "expand")
+        yield from model_identities(trial, full, unquantised if has_heads else None)
     for subject in subjects:
         yield from method_identities(trial, subject, full)
 

@@ -114,16 +114,19 @@ def compare(identity: str, subject: str, ours: Tensor, theirs: Tensor, limit: fl
 
 
 @torch.inference_mode()
-def model_identities(trial: Trial, full: Method, unquantised: Method) -> Iterator[Verdict]:
+def model_identities(trial: Trial, full: Method, unquantised: Method | None) -> Iterator[Verdict]:
     """What must hold before any method is looked at.
 
-    full: the full cache. unquantised: a quantising store whose full-precision residual holds everything.
+    full: the full cache. unquantised: a quantising store whose full-precision residual holds everything, None where the
+    model's cache has no heads to quantise.
     """
     whole = torch.cat([trial.prompts, trial.following], dim=1)[:1]
     ours = trial.run(full, 0)
     stock = trial.model(input_ids=whole, use_cache=False).logits[:, -trial.steps - 1 :].float().log_softmax(-1)
     yield compare("the cache equals the model's own forward", "full", ours, stock, trial.limit)
-    yield compare("a residual that holds everything equals full", "kivi", trial.run(unquantised, 0), ours, trial.limit)
+    if unquantised is not None:
+        same = trial.run(unquantised, 0)
+        yield compare("a residual that holds everything equals full", "kivi", same, ours, trial.limit)
     cache = build_cache(trial.model, full, trial.alone[0], trial.steps, max_step=trial.steps, kernel=trial.kernel)
     at_once = log_probabilities([step(trial.model, trial.following[:1], cache, logits_to_keep=0)])
     yield compare("many tokens in one step equal single steps", "full", at_once, ours[:, 1:], trial.limit)

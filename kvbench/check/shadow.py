@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvbench.cache.build import KVCache, Layer
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.mla import Latents
 from kvbench.cache.record import LayerRecord, PrefillRecord
 from kvbench.kernels import reference
 from kvbench.kernels.parts import Dense
@@ -43,12 +44,25 @@ class ShadowLayer(CacheLayerMixin):
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["ShadowLayer", Tensor]:
         """Take the tokens of a forward, [B, Hkv, q, D] and [B, Hkv, q, Dv]."""
+        if (latents := self.latents) is not None:
+            key, value = latents.entries(key, value)
         self.keys = torch.cat([self.keys, key], dim=2)
         self.values = torch.cat([self.values, value], dim=2)
         return self, value
 
+    @property
+    def latents(self) -> Latents | None:
+        """How the layer's latents become keys and values, None where it has none."""
+        return self.layer.latents if isinstance(self.layer, SlotLayer) else None
+
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one token, [B, Hq, 1, Dv], over what the cache held and the token itself."""
+        if (latents := self.latents) is not None and latents.layout != "expand":
+            latent = self._attend(latents.absorb(query), scoring)
+            return latents.project(latent)
+        return self._attend(query, scoring)
+
+    def _attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         keys, layer = self.keys, self.layer
         visible = torch.cat([self.held, self.held.new_ones(*self.held.shape[:2], 1)], dim=-1)
         n_sink = layer.rule.sinks_in_place if layer is not None and layer.evicted else 0

@@ -34,6 +34,8 @@ def tpot_context(rows: Sequence[Row], looks: Looks | None = None) -> Figure | No
         return _with_floor(small_multiples(curves, CONTEXT, "time per output token, ms", looks, ticks=_ticks(crowd)))
     figure, axes_list = panels.figure_of(len(groups), _height(groups))
     entries = _draw(axes_list, groups, looks, "tpot_p50_ms", upper="tpot_p90_ms")
+    for axes, members in zip(axes_list, groups.values(), strict=True):
+        _draw_formulas(axes, members, 1, "tpot_p50_ms", _fitted)
     axes_list[0].set_ylabel("time per output token, ms")
     panels.legend_outside(figure, entries)
     return figure
@@ -57,6 +59,8 @@ def memory_context(rows: Sequence[Row], looks: Looks | None = None) -> Figure | 
     figure, axes_list = panels.figure_of(len(groups), _height(groups))
     entries = _draw(axes_list, groups, looks, "held_bytes", size, proportional=True)
     panes = zip(axes_list, groups.values(), strict=True)
+    for axes, members in zip(axes_list, groups.values(), strict=True):
+        _draw_formulas(axes, members, size, "held_bytes", _formula)
     dense = [line for axes, members in panes if (line := _draw_dense(axes, members, size)) is not None]
     axes_list[0].set_ylabel(f"held by the cache, {unit}")
     panels.legend_outside(figure, entries + dense[:1])
@@ -90,6 +94,19 @@ def _as_curves(
         thin = [(context, value / size) for context, value in formula(own)]
         curves.append(Curve(own[0].name, label, own[0].line.row.budget, points, thin))
     return sorted(curves, key=lambda curve: curve.name != "full")
+
+
+def _draw_formulas(
+    axes: Axes,
+    members: Sequence[Drawn],
+    size: float,
+    metric: str,
+    formula: Callable[[Sequence[Drawn]], list[Point]],
+) -> None:
+    """Thin lines over the curves: what each should follow."""
+    for curve in _as_curves(members, metric, size, formula):
+        if len(curve.formula) > 1:
+            axes.plot(*zip(*curve.formula, strict=True), color=INK, linewidth=0.5, zorder=4)
 
 
 def _formula(members: Sequence[Drawn]) -> list[Point]:
@@ -219,5 +236,5 @@ def _draw_dense(axes: Axes, members: Sequence[Drawn], size: float) -> Line2D | N
         points = [(left, low * left / first), *points, (right, high * right / last)]
         axes.set_xlim(left, right)
         axes.set_ylim(bounds)
-    (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=0.7, zorder=1, label="dense formula")
+    (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=0.7, zorder=1, label="formula")
     return line

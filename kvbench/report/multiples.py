@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from kvbench.report.panels import plain_log
 from kvbench.report.style import FAINT, INK, WIDTH, Looks, styles
 
 GREY = "#DCDCDC"
@@ -48,7 +49,7 @@ def small_multiples(
         rows, columns, figsize=(WIDTH, 0.55 + 1.22 * rows), squeeze=False, sharex=True, sharey=True
     )
     flat = list(grid.flat)
-    largest = max(abs(y) for curve in curves for _, y in curve.points)
+    values = [y for curve in curves for _, y in curve.points]
     for axes, name in zip(flat, names, strict=False):
         for curve in curves:
             axes.plot(*zip(*curve.points, strict=True), color=GREY, linewidth=0.6, zorder=1)
@@ -61,7 +62,7 @@ def small_multiples(
             if curve.formula:
                 axes.plot(*zip(*curve.formula, strict=True), color=INK, linewidth=0.6, zorder=4)
         axes.set_title(name, fontsize=8, color=looks[name].colour, pad=3)
-        _scale(axes, largest, logarithmic=logarithmic, zero=zero)
+        _scale(axes, values, logarithmic=logarithmic, zero=zero)
         if ticks:
             _contexts(axes, ticks, columns)
     for index in range(len(names), len(flat)):
@@ -72,12 +73,14 @@ def small_multiples(
     return figure
 
 
-def _scale(axes: Axes, largest: float, *, logarithmic: bool, zero: bool) -> None:
-    if logarithmic:
+def _scale(axes: Axes, values: Sequence[float], *, logarithmic: bool, zero: bool) -> None:
+    if logarithmic and max(values) < 20 * min(values):
+        plain_log(axes, "y", values)
+    elif logarithmic:
         axes.set_yscale("log")
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(plain_number)
-    elif zero and largest > 1:  # a method that collapses must not flatten the others
+    elif zero and max(map(abs, values)) > 1:  # a method that collapses must not flatten the others
         axes.set_yscale("symlog", linthresh=0.1)
         axes.yaxis.set_major_formatter(plain_number)
     if zero:

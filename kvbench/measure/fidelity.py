@@ -100,9 +100,9 @@ def _rows(bench: Bench, entry: Entry, settings: Fidelity, context: int,
         censored = np.array([len(a.tokens) if s is None else s for s, (a, _) in zip(steps, pairs, strict=True)])
         units = Units(censored.astype(np.float64), np.ones(len(steps)), 1, False)
         left = sum(step is not None for step in steps)
-        cut = f"{len(steps) - left} of {len(steps)} never leave the full cache's within {settings.tokens} tokens"
         yield replace(base, metric="divergence_step", value=units.mean, unit="tokens",
-                      note=f"mean, cut off at {settings.tokens}; {cut}", **bounds(mean_interval(units, bench.seed)))
+                      note=f"tokens before the first that differs, cut off at {settings.tokens}",
+                      **bounds(mean_interval(units, bench.seed)))  # fmt: skip
         yield replace(base, metric="diverged_share", value=left / len(steps), unit="share",
                       **bounds(wilson(left, len(steps))))  # fmt: skip
         ended = [(len(a.tokens), len(b.tokens)) for a, b in pairs if a.ended and b.ended]

@@ -45,6 +45,7 @@ from kvbench.model import (
     tokenizer_hash,
 )
 from kvbench.progress import Progress
+from kvbench.report.published import Published, published_of
 from kvbench.results import RunFolder, check_writable
 from kvbench.rows import Row
 from kvbench.settings import (
@@ -80,6 +81,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     measures = check_measures(config.measure)
     settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
     check_switches(config)
+    published = published_of(config.published)
     check_writable(job.folder)
     entries = [(method, instantiate(method)) for method in methods]
     spec, text = model_spec(node_of(config, "model")), load_text(node_of(config, "data"))
@@ -104,7 +106,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
                       for part in parts_of(settings)], facts.device)  # fmt: skip
     left = work.left()
     if not left:
-        return conclude(work, None)
+        return conclude(work, None, published)
     loaded = load_model(spec)
     if loaded.remark:
         progress.say(f"note: {loaded.name}: {loaded.remark}")
@@ -115,10 +117,11 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
                   config.kernel, config.save_tokens, config.save_kept, config.seed, spec)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
-    return _measure(work, bench, left, _label(methods), _resolved(config, methods))
+    return _measure(work, bench, left, _label(methods), _resolved(config, methods), published)
 
 
-def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: dict[str, Any]) -> int:
+def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: dict[str, Any],
+             published: Published | None) -> int:  # fmt: skip
     try:
         folder = RunFolder.create(
             work.job.folder, label, resolved, provenance.collect(work.job.command),
@@ -132,7 +135,7 @@ def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: d
         print(f"kvbench: {work.job.folder} is full ({error.strerror}); what was written before is whole: make room and "
               "type the same command again", file=sys.stderr)  # fmt: skip
         return EXIT_SOME_FAILED
-    return conclude(work, folder)
+    return conclude(work, folder, published)
 
 
 def _weights(spec: ModelSpec, shape: ModelShape) -> str:
@@ -298,7 +301,8 @@ def _label(methods: list[MethodConfig]) -> str:
 
 def _resolved(config: DictConfig, methods: list[MethodConfig]) -> dict[str, Any]:
     """The run's config with the methods as they were composed and the settings of what was measured."""
-    keep = ("seed", "kernel", "threads", "save_tokens", "save_kept", "model", "data", *check_measures(config.measure))
+    keep = ("seed", "kernel", "threads", "save_tokens", "save_kept", "model", "data", "published",
+            *check_measures(config.measure))  # fmt: skip
     nodes = OmegaConf.to_container(config, resolve=True)
     assert isinstance(nodes, dict)
     return {"measure": check_measures(config.measure), "methods": [method.effective for method in methods],

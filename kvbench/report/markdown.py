@@ -55,7 +55,7 @@ def commands(report: Report) -> str:
 
 
 def _tables(tables: Sequence[Table]) -> list[str]:
-    shared = shared_caption([table for table in tables if table.name != "overview"])
+    shared = shared_caption([table for table in tables if not table.name.startswith(("overview", "published"))])
     sections = []
     if tables:
         common = f"All tables: {' · '.join(shared)}.\n\n" if shared else ""

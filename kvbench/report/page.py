@@ -22,6 +22,7 @@ from kvbench.report.markdown import to_page
 from kvbench.report.names import rows_of
 from kvbench.report.overview import overview
 from kvbench.report.plots import Plot, draw_all
+from kvbench.report.published import published_tables
 from kvbench.report.samples import read_samples
 from kvbench.report.summary import summary
 from kvbench.report.table import Table, to_csv, to_latex, to_markdown, to_parquet
@@ -86,7 +87,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
         summary=summary(groups),
         findings=find_all(rows, {run.name: read_status(run) for run in runs}),
         advice=advise(groups),
-        tables=[*([head] if head is not None else []), *build_tables(rows)],
+        tables=[*([head] if head is not None else []), *build_tables(rows), *published_tables(runs, rows)],
         traits=traits_table(_measured(groups)),
         plots=[*draw_all(rows, out, read_samples(runs)), *draw_kept(runs, out)],
         remarks=remarks(rows),

@@ -14,6 +14,7 @@ from rich.console import Console
 from kvbench.errors import EXIT_SOME_FAILED
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.latency import slope
+from kvbench.report.published import Published, print_published
 from kvbench.report.tables import TerminalTable
 from kvbench.results import STATUS, RunFolder
 from kvbench.rows import KNOBS, Row
@@ -215,12 +216,13 @@ def recording(folder: RunFolder, bench: Bench, claims: Claims) -> Iterator[Stops
         folder.finish(status, error="\n".join(bench.tracebacks) or None)
 
 
-def conclude(work: Work, folder: RunFolder | None) -> int:
+def conclude(work: Work, folder: RunFolder | None, published: Published | None = None) -> int:
     """Print the table of all cells of the job, whoever measured them, and where they are; returns the exit code."""
     records = work.records()
     results = [record for record in records if record is not None and record.status in (*DONE, "failed")]
     if rows := [row for record in results for row in record_rows(record)]:
         Console().print(TerminalTable(rows))
+        print_published(published, rows)
     bad = 0
     for cell, record in zip(work.cells, records, strict=True):
         status = "missing" if record is None else record.status

@@ -17,6 +17,7 @@ from kvbench.hub import hub_reachable
 if TYPE_CHECKING:
     import torch
 
+BOS_RULES = ("auto", "none", "first")
 DATASET_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
@@ -35,6 +36,7 @@ class DataSpec:
     limit: int | None = None  # stop reading documents once this many characters are there
     random_tokens: int | None = None  # no text at all: this many tokens drawn from `seed`
     seed: int = 0
+    bos: str = "auto"  # see `bos_token`
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def data_spec(node: Mapping[str, Any]) -> DataSpec:
         value = given.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"data.{key}={value!r} must be a whole number of at least 1")
+    if given.get("bos", "auto") not in BOS_RULES:
+        raise UserError(f"data.bos={given['bos']} is unknown: choose from {', '.join(BOS_RULES)}")
     if "id" in given and "path" in given:
         raise UserError(
             f"data.id={given['id']} and data.path={given['path']} are both given: give one of them"
@@ -105,6 +109,20 @@ def tokenize(text: Text, tokenizer: Any = None, vocab_size: int | None = None) -
     Random tokens need `vocab_size` and no tokenizer. Raises UserError if a real text meets no tokenizer.
     """
     return token_ids(text, tokenizer, vocab_size if text.random_tokens else None)
+
+
+def bos_token(rule: str, tokenizer: Any = None) -> int | None:
+    """The token that every window and prompt begins with; None for none.
+
+    rule: first, none, or auto: as the model's own tokenizer begins a text, so Gemma and Llama 3 with BOS (without it
+    Gemma's perplexity is ruined), Qwen and SmolLM2 without. Raises UserError for first without such a token.
+    """
+    bos: int | None = getattr(tokenizer, "bos_token_id", None)
+    if rule == "first" and bos is None:
+        raise UserError("data.bos=first, and this model's tokenizer has no BOS token; type data.bos=none")
+    if rule == "auto" and bos is not None:
+        rule = "first" if tokenizer("a").input_ids[:1] == [bos] else "none"
+    return bos if rule == "first" else None
 
 
 @lru_cache(maxsize=4)

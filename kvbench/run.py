@@ -18,7 +18,7 @@ from kvbench.cache.build import Method, check_model, decode_kernel
 from kvbench.cache.rule import check_budget, is_whole
 from kvbench.calibrate import calibrate, check_calibration
 from kvbench.config import MethodConfig, check_measures
-from kvbench.data import Text, load_text, tokenize
+from kvbench.data import Text, bos_token, data_spec, load_text, tokenize
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.kernels import KERNELS
 from kvbench.measure.bench import Bench, Entry
@@ -87,6 +87,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     spec, text = model_spec(node_of(config, "model")), load_text(node_of(config, "data"))
     shape, tokenizer = describe(spec), load_tokenizer(spec)
     tokens = tokenize(text, tokenizer, shape.vocab_size)
+    bos = bos_token(data_spec(node_of(config, "data")).bos, tokenizer)
     check_lengths(settings, len(tokens), text, shape, spec)
     if "needle" in settings:
         check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
@@ -98,8 +99,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if shape.mla == "absorbed" and config.kernel == "triton":
         raise UserError("kernel=triton does not read absorbed latents; type kernel=reference, or model.mla=latent")
     device = pick_device(spec.device)
-    facts = Facts(_weights(spec, shape), text.fingerprint, str(pick_dtype(spec.dtype, device)), _device_name(device),
-                  str(config.kernel), torch.get_num_threads(),
+    facts = Facts(_weights(spec, shape), f"{text.fingerprint} bos={bos}", str(pick_dtype(spec.dtype, device)),
+                  _device_name(device), str(config.kernel), torch.get_num_threads(),
                   files_fingerprint(settings["tasks"]) if "tasks" in settings else "")  # type: ignore[arg-type]  # fmt: skip
     common = common_of(config)
     work = Work(job, [(part, [with_key(cell_of(method, part, common), facts) for method in methods])
@@ -113,8 +114,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     for _, method in entries:
         check_model(loaded.model, method.rule)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
-    bench = Bench(loaded, _entries(entries, loaded, text, config, progress), tokens, progress,
-                  config.kernel, config.save_tokens, config.save_kept, config.seed, spec)  # fmt: skip
+    bench = Bench(loaded, _entries(entries, loaded, text, config, progress, bos), tokens, progress,
+                  config.kernel, config.save_tokens, config.save_kept, config.seed, spec, bos)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
     return _measure(work, bench, left, _label(methods), _resolved(config, methods), published)
@@ -239,13 +240,14 @@ def _prompts(setting: Any) -> list[int]:
 
 
 def _entries(
-    methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig, progress: Progress
-) -> list[Entry]:
+    methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig,
+    progress: Progress, bos: int | None,
+) -> list[Entry]:  # fmt: skip
     base = Row(
         model=loaded.name, revision=loaded.revision, arch=loaded.arch, kv_heads=loaded.kv_heads,
         converted=loaded.converted, dataset=text.name, dtype=str(loaded.dtype).removeprefix("torch."),
         device=_device_name(loaded.device), threads=torch.get_num_threads(), seed=config.seed,
-        bos="none", tokenizer=tokenizer_hash(loaded.tokenizer),
+        bos="none" if bos is None else "first", tokenizer=tokenizer_hash(loaded.tokenizer),
     )  # fmt: skip
     labels: dict[str, int] = {}
     entries = []

@@ -46,6 +46,7 @@ class Finding:
 class Bench:
     """loaded: the model. entries: the methods, baseline first. tokens: the text, int64 [N], without special tokens.
 
+    bos: what windows and prompts begin with, None for nothing.
     failures: label and row of the cells that could not be measured. kept: what caches
     held, where `save_kept`. `kernel` is what build_cache is asked for.
     spec: how a process of its own can load the model; None: it cannot.
@@ -60,6 +61,7 @@ class Bench:
     save_kept: bool = False
     seed: int = 0
     spec: ModelSpec | None = None
+    bos: int | None = None
     failures: list[tuple[str, Row]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
@@ -67,6 +69,12 @@ class Bench:
     @property
     def baseline(self) -> Entry:
         return self.entries[0]
+
+    def window(self, start: int, length: int) -> Tensor:
+        """`length` tokens of the text from `start` on, int64; where there is a BOS it takes the place of the first, so
+        that the same tokens are scored with and without it."""
+        ids = self.tokens[start : start + length]
+        return ids if self.bos is None else torch.cat([ids.new_tensor([self.bos]), ids[1:]])
 
     def note_kept(self, entry: Entry, cache: AnyCache, samples: Iterable[int], measure: str, **where: Any) -> None:
         """Where kept tokens are saved, note those of a method that leaves some out; `samples` number the cache's rows.

@@ -66,7 +66,7 @@ def _answer(bench: Bench, settings: Fidelity, context: int, offsets: list[int], 
             answers: dict[str, dict[int, Answer]]) -> None:  # fmt: skip
     model, ends = bench.loaded.model, end_tokens(bench)
     entries = bench.alive("fidelity", context=context)
-    ids = torch.stack([bench.tokens[o : o + context] for o in offsets]).to(bench.loaded.device)
+    ids = torch.stack([bench.window(o, context) for o in offsets]).to(bench.loaded.device)
     record: PrefillRecord | None = None
     with bench.shared(entries, "fidelity", context=context):
         record = prefill(model, ids, [entry.method.rule for entry in entries])
@@ -124,7 +124,7 @@ def _samples(bench: Bench, entries: list[Entry], offsets: list[int], context: in
     full = answers.get(bench.baseline.label, {})
     samples = []
     for i, offset in enumerate(offsets):
-        ids = bench.tokens[offset : offset + context].tolist()
+        ids = bench.window(offset, context).tolist()
         methods = []
         for entry in entries:
             answer = answers[entry.label][i]

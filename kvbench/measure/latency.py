@@ -103,7 +103,7 @@ def batch_ids(bench: Bench, batch: int, length: int) -> Tensor:
     """[B, length] of the text, each row from another place where the text is long enough."""
     room = max(0, len(bench.tokens) - length)
     starts = [i * room // batch for i in range(batch)]
-    return torch.stack([bench.tokens[s : s + length] for s in starts]).to(bench.loaded.device)
+    return torch.stack([bench.window(s, length) for s in starts]).to(bench.loaded.device)
 
 
 def _timed(bench: Bench, settings: Latency, context: int, batch: int) -> tuple[PrefillRecord | None, list[Timed]]:

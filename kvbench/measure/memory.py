@@ -67,7 +67,7 @@ class Reply:
 def _apart(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
     """`_measure` in a process of its own; its failures become the bench's."""
     assert bench.spec is not None
-    request = Request(bench.spec, entry, bench.tokens[: context + tokens].tolist(), tokens, bench.kernel,
+    request = Request(bench.spec, entry, bench.window(0, context + tokens).tolist(), tokens, bench.kernel,
                       torch.get_num_threads())  # fmt: skip
     with _off_the_device(bench):
         reply = in_fresh_process(answer, request)
@@ -106,7 +106,7 @@ def _off_the_device(bench: Bench) -> Iterator[None]:
 
 def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
     model, device = bench.loaded.model, bench.loaded.device
-    ids = bench.tokens[: context + tokens].unsqueeze(0).to(device)
+    ids = bench.window(0, context + tokens).unsqueeze(0).to(device)
     _warm_up(bench, entry, ids[:, : min(WARM_UP, context) + 1])
     with peak(device) as prefill_peak:
         record = prefill(model, ids[:, :context], [entry.method.rule])

@@ -49,7 +49,7 @@ def perplexity(bench: Bench, settings: Perplexity) -> Iterator[Finding]:
     with bench.progress.phase("perplexity", settings.tokens * len(bench.entries) * len(offsets)) as advance:
         for start in range(0, len(offsets), settings.batch):
             some = offsets[start : start + settings.batch]
-            ids = torch.stack([bench.tokens[o : o + settings.longest] for o in some]).to(bench.loaded.device)
+            ids = torch.stack([bench.window(o, settings.longest) for o in some]).to(bench.loaded.device)
             run(bench, settings, ids, scores, advance)
     done = bench.alive("perplexity")
     rows = [row for entry in done for row in _rows(entry, scores, bench, settings)]
@@ -170,7 +170,8 @@ def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perpl
 
 def _note(entry: Entry, mine: Scores, bench: Bench, settings: Perplexity) -> str:
     prompt = "an empty cache" if settings.protocol == "stream" else str(settings.context)
-    parts = [f"{settings.windows} windows of {prompt} + {settings.tokens} tokens, no BOS added"]
+    begun = "no BOS added" if bench.bos is None else "the first is BOS"
+    parts = [f"{settings.windows} windows of {prompt} + {settings.tokens} tokens, {begun}"]
     if settings.protocol == "chunked":
         parts.append(f"approximate: blocks of {settings.chunk} tokens, evicted and quantised after each block only")
     if entry.method.rule.sinks_in_place > 0 and settings.longest - mine.kept[0] > EXACT_ANGLES:
@@ -225,7 +226,7 @@ def _samples(entries: list[Entry], scores: dict[str, Scores], offsets: list[int]
              settings: Perplexity) -> list[dict[str, object]]:  # fmt: skip
     samples = []
     for w, offset in enumerate(offsets):
-        ids = bench.tokens[offset : offset + settings.longest].tolist()
+        ids = bench.window(offset, settings.longest).tolist()
         sample: dict[str, object] = {
             "measure": "perplexity", "protocol": settings.name, "window": w, "offset": offset,
             "context": settings.longest - settings.tokens, "tokens": settings.tokens, "sha256": token_hash(ids),

@@ -72,7 +72,7 @@ def _step_seconds(bench: Bench, settings: Latency, entry: Entry, context: int, b
     model, device = bench.loaded.model, bench.loaded.device
     length = context + WARM_UP + 1 + STEPS
     starts = [i * max(0, len(bench.tokens) - length) // batch for i in range(batch)]
-    ids = torch.stack([bench.tokens[s : s + length] for s in starts]).to(device)
+    ids = torch.stack([bench.window(s, length) for s in starts]).to(device)
     record = prefill(model, ids[:, :context], [entry.method.rule])
     cache = build_cache(model, entry.method, record, max_new_tokens=length - context, kernel=bench.kernel)
     del record

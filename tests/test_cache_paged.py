@@ -16,13 +16,15 @@ from kvbench.cache.account import held_bytes
 from kvbench.cache.build import KVCache, Method, build_cache
 from kvbench.cache.paged import Blocks, PagedSlots, PagedStore, PoolEmpty
 from kvbench.cache.prefix import PrefixIndex, PrefixPool, blocks_needed, slots_of
-from kvbench.cache.store import DenseStore
+from kvbench.cache.store import DenseStore, Store
 from kvbench.decode import generate, step
 from kvbench.errors import UserError
+from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
+from kvbench.methods.turbo import Turbo
 from tests.families import exact_llama, random_ids, tiny
 from tests.models import random_llama
 
@@ -201,17 +203,26 @@ def test_one_prompt_many_continuations() -> None:
         generate(MODEL, None, caches[1], 3)
 
 
-@pytest.mark.parametrize("inner", [DenseStore("bfloat16"), PerToken(8, 8, 8)])
-def test_narrow_blocks_are_shared_as_they_are(inner: DenseStore | PerToken) -> None:
-    """A request that continues from narrow keys attends to those, and stays near one that prefilled for itself."""
+NARROW = [(DenseStore("bfloat16"), 0.1), (PerToken(8, 8, 8), 0.1), (Turbo(), 1), (Fp8(), 1)]
+
+
+@pytest.mark.parametrize(("inner", "near"), NARROW, ids=["bf16", "int8", "turbo4", "fp8"])
+def test_narrow_blocks_are_shared_as_they_are(inner: Store, near: float) -> None:
+    """A request that continues from narrow keys attends to those, and stays near one that prefilled for itself: as near
+    as 8 or 16 bits, or turbo's 4 and e4m3's 3 behind the point, bring it."""
     method = Method("full", Full(), PagedStore(inner))
     requests = prompts(20, 30)
     pool = PrefixPool(MODEL, method, blocks_needed(requests, 10))
     caches = [pool.admit(MODEL, method, ids, 10) for ids in requests]
     alone = build_cache(MODEL, method, requests[1], 10)
     assert pool.positions_saved == 100
+    for slots in slots_of(caches[1]):  # the seventh block, which was shared for four tokens, has been copied
+        blocks = [slots_of(cache)[slots_of(caches[1]).index(slots)].held[0][6] for cache in caches]
+        rows = slots.pool.slots.key_parts()[0].read(torch.float64)
+        assert blocks[0] != blocks[1]
+        assert torch.equal(*(rows[:, :, 16 * block : 16 * block + 4] for block in blocks))
     scale = alone.last_logits.std()
-    assert 0 < (caches[1].last_logits - alone.last_logits).abs().max() < 0.1 * scale
+    assert 0 < (caches[1].last_logits - alone.last_logits).abs().max() < near * scale
 
 
 # ---------------------------------------------------------------- what must not be shared

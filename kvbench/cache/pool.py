@@ -58,7 +58,8 @@ class Pool:
         """Block `target` becomes a copy of block `source`, as it is held."""
         n = self.block_size
         for _, tensor, _ in self.slots.buffers(0):
-            tensor[:, :, target * n : (target + 1) * n] = tensor[:, :, source * n : (source + 1) * n]
+            if tensor.ndim > 2 and tensor.shape[2] == self.rows:  # a scale or a codebook is that of all blocks
+                tensor[:, :, target * n : (target + 1) * n] = tensor[:, :, source * n : (source + 1) * n]
 
     def keys(self, table: Tensor, lengths: Tensor | None, length: int) -> Paged:
         """The keys of the blocks in `table`, as kernels read them; see `Paged`."""

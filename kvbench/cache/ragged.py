@@ -122,8 +122,7 @@ class RaggedLayer(CacheLayerMixin):
             rows, written = self._rows()
             scores = self.rule.updated_scores(self.scores[rows], probabilities)
             self.scores[rows[written]] = scores[written].to(torch.float32)
-        if self.budget is not None:
-            self._evict(query.shape[2])
+        self._evict(query.shape[2])
         return self.pool.slots.turn_back(output)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -145,7 +144,7 @@ class RaggedLayer(CacheLayerMixin):
         return (position != EMPTY) & (position <= newest)
 
     def _evict(self, count: int) -> None:
-        """Every head gives up `count` tokens."""
+        """Every head gives up `count` tokens, where the budget is held."""
         if self.budget is None:
             return
         rows, _ = self._rows()

@@ -60,7 +60,7 @@ stage() {
 }
 
 say "$(date -u +%FT%TZ) $(git rev-parse --short HEAD 2>/dev/null || echo 'no git')${dry:+ DRY RUN on the CPU}"
-stage machine 30 bash -c 'nvidia-smi 2>/dev/null; "$0" -c "
+stage machine 20 bash -c 'nvidia-smi 2>/dev/null; "$0" -c "
 import importlib.metadata as m, platform
 print(platform.platform(), platform.python_version())
 for name in (\"torch\", \"triton\", \"transformers\", \"hydra-core\", \"omegaconf\", \"datasets\", \"gguf\", \"numpy\"):
@@ -70,22 +70,22 @@ import torch, kvbench.graph
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else \"no CUDA device\")"' "$python"
 
 # The Triton kernels are trusted for what follows only where every variant agrees with the reference.
-stage check_triton 130 "$python" scripts/check_triton.py
+stage check_triton 120 "$python" scripts/check_triton.py
 status=$?
 if [ "$status" -ne 0 ] && ! { [ "$status" -eq 124 ] && ! grep -q 'too large' "$folder/check_triton.log"; }; then
     say "THE TRITON KERNELS DID NOT PASS: everything below runs on the reference kernel"
     export KVBENCH_KERNEL=reference
 fi
-stage check_graph 60 "$python" scripts/check_graph.py "${device[@]}" --out "$folder/check_graph.json"
-stage kernels 130 "$python" scripts/gpu_kernels.py "${device[@]}" --out "$folder/kernels.json"
-stage decode 170 "$python" scripts/gpu_decode.py "${device[@]}" --seconds 110 --out "$folder/decode.json"
+stage check_graph 80 "$python" scripts/check_graph.py "${device[@]}" --out "$folder/check_graph.json"
+stage kernels 120 "$python" scripts/gpu_kernels.py "${device[@]}" --out "$folder/kernels.json"
+stage decode 160 "$python" scripts/gpu_decode.py "${device[@]}" --seconds 110 --out "$folder/decode.json"
 
 if "$python" -c 'from kvbench.fetch import fetched_folder as f; f("model", "smollm2-135m"), f("text", "essays")' \
     >/dev/null 2>&1; then
     words=(experiment=first_light "measure=[perplexity,needle,memory,latency]")
     [ -n "$dry" ] && words=(method=h2o budget=32 model=random-tiny data=random "measure=[perplexity,latency]"
         perplexity.context=64 perplexity.tokens=8 perplexity.windows=1 "latency.contexts=[64]" latency.steps=4)
-    stage quality 90 "$python" -m kvbench "${words[@]}" results_dir="$folder/runs"
+    stage quality 80 "$python" -m kvbench "${words[@]}" results_dir="$folder/runs"
 else
     say "quality: left out, the offline model was not fetched (python -m kvbench.fetch smollm2-135m essays)"
 fi

@@ -47,6 +47,7 @@ failed=0
 stage() {
     local label=$1 limit=$2 status started=$SECONDS
     shift 2
+    [ -n "$dry" ] && limit=$((5 * limit)) # a busy CPU is no failure
     printf '\n== %s (at most %s s)\n' "$label" "$limit"
     timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$folder/$label.log"
     status=${PIPESTATUS[0]}

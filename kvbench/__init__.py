@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from kvbench.cache.build import build_cache, prefill
     from kvbench.calibrate import calibrate
     from kvbench.decode import generate
+    from kvbench.harness.adapter import KVBenchLM
     from kvbench.results import load
 
 __version__ = "0.1.0"
-__all__ = ["build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
+__all__ = ["KVBenchLM", "build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
 
 # torch's threads spin for a millisecond at every barrier before they sleep. Where another process has one of the cores
 # that costs each decode step several times its work; a shorter spin costs nothing elsewhere. Read when torch is loaded.
@@ -38,6 +39,7 @@ _HOMES = {
     "load_method": "kvbench.api",
     "load_model": "kvbench.api",
     "load": "kvbench.results",
+    "KVBenchLM": "kvbench.harness.adapter",
 }
 
 

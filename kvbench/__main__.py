@@ -167,7 +167,7 @@ def check_override(word: str) -> None:
     key, equals, value = word.partition("=")
     if not equals or not key:
         advice = next((f"{group}={word}" for group in ("method", "model") if word in names(group)), "method=h2o")
-        if word in ("fetch", "report", "plan", "check", "status"):
+        if word in ("fetch", "report", "plan", "check", "status", "harness"):
             advice = f"python -m kvbench.{word}"
         raise UserError(f"'{word}' is not KEY=VALUE; type {advice}, for example")
     if key in (*GROUPS, "experiment") and value.strip("'\"") in ("", "null"):

@@ -55,6 +55,7 @@ def help_text() -> str:
         "  python -m kvbench.plan model=llama3.1-8b context=32768 memory=80GiB     bytes by formula, without weights",
         "  python -m kvbench.report results/...             tables and plots of one or many runs",
         "  python -m kvbench.check                          identities that must hold on this machine, pass or fail",
+        "  python -m kvbench.harness method=h2o budget=256 tasks=arc_easy   tasks of lm-evaluation-harness",
         "  python -m kvbench method=h2o --cfg job           every setting, with what you changed",
         "",
     ]

@@ -114,7 +114,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     for _, method in entries:
         check_model(loaded.model, method.rule)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
-    bench = Bench(loaded, _entries(entries, loaded, text, config, progress, bos), tokens, progress,
+    bench = Bench(loaded, entries_of(entries, loaded, text, config, progress, bos), tokens, progress,
                   config.kernel, config.save_tokens, config.save_kept, config.seed, spec, bos)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
@@ -239,7 +239,7 @@ def _prompts(setting: Any) -> list[int]:
     return lengths
 
 
-def _entries(
+def entries_of(
     methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig,
     progress: Progress, bos: int | None,
 ) -> list[Entry]:  # fmt: skip

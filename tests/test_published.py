@@ -93,7 +93,8 @@ def test_presets_compose_and_name_what_they_measure(name: str) -> None:
     setting = read_settings(Perplexity, "perplexity", {str(key): value for key, value in node.items()})
     told = {"model": config.model.id, "dtype": config.model.dtype, "dataset": config.data.name,
             "protocol": setting.name, "n": setting.windows * setting.tokens, "budget": config.budget,
-            "context": 0 if setting.protocol == "stream" else setting.context, "bos": "first"}  # fmt: skip
+            "context": 0 if setting.protocol == "stream" else setting.context,
+            "bos": "first" if config.data.bos == "auto" else config.data.bos}  # fmt: skip
     assert found.settings == {key: told[key] for key in found.settings}
     for number in found.numbers:
         knobs = {key: value for key, value in number.of.items() if key not in ("method", "store", "metric")}

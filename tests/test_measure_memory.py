@@ -21,6 +21,7 @@ from kvbench.measure.memory import memory, peak
 from kvbench.model import load_model
 from kvbench.rows import Row
 from kvbench.settings import Memory
+from tests.families import tiny
 from tests.models import random_llama
 from tests.text import Breaks, bench_of, light, methods, rows_of, value
 
@@ -313,3 +314,18 @@ def test_whatever_a_process_of_its_own_dies_of_is_a_row(how: str, status: str, n
     ((label, row),) = here.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "memory", CONTEXT, status)
     assert note in (row.note or "")
+
+
+def test_layers_that_the_model_bounds_count_with_what_they_hold() -> None:
+    """Gemma 3's kind: one layer of two with a window of 16, which holds 15 tokens whatever the method; the full cache's
+    formula counts it so, and not as if it grew."""
+    rows = rows_of(memory(bench(methods("full", "h2o", budget=10), tiny("gemma3")), Memory([CONTEXT], TOKENS)))
+    numbers = 2 * 2 * 16  # keys and values, KV heads, head
+    dense = 4 * numbers * (SEEN + 15)
+    for method in ("full", "h2o"):
+        assert value(rows, method, "dense_bytes") == dense
+        assert value(rows, method, "compressible_share") == pytest.approx(SEEN / (SEEN + 15))
+    assert value(rows, "full", "ratio") == pytest.approx(1, abs=0.07)
+    assert value(rows, "full", "bits_per_value") == pytest.approx(32, rel=0.07)
+    held = {method: parts(rows, method)["dense"] for method in ("full", "h2o")}
+    assert held == {"full": 4 * numbers * (SEEN + 16), "h2o": 4 * numbers * (11 + 16)}  # a slot for the step itself

@@ -11,6 +11,7 @@ from kvbench.cache.account import Held, allocator_bytes, held_bytes
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
 from kvbench.cache.formula import kept_bytes
+from kvbench.cache.record import PrefillRecord
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.fresh import can_have_children, in_fresh_process
@@ -112,16 +113,15 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
         record = prefill(model, ids[:, :context], [entry.method.rule])
         cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
     itemsize = record.layers[0].key.element_size()
-    numbers = sum(layer.token_numbers for layer in record.layers)
+    sizes = Sizes.of(record, context + tokens)
     formula = kept_bytes(model, entry.method, record)
     del record
     with peak(device) as decode_peak:
         for t in range(tokens):
             step(model, ids[:, context + t : context + t + 1], cache)
     base = replace(entry.row, measure="memory", context=context, batch=1, n=1, protocol="prefill_decode")
-    seen = context + tokens
     held = held_bytes(cache.buffers())
-    rows = _held_rows(base, cache, held, seen, numbers * seen, itemsize)
+    rows = _held_rows(base, cache, held, sizes, itemsize)
     if isinstance(cache, KVCache):
         rows += _side_by_side(base, held, formula(cache), allocator_bytes(cache.buffers()))
     for metric, phase in (("peak_prefill_bytes", prefill_peak), ("peak_decode_bytes", decode_peak)):
@@ -152,9 +152,30 @@ def _warm_up(bench: Bench, entry: Entry, ids: Tensor) -> None:
         step(bench.loaded.model, ids[:, -1:], cache)
 
 
-def _held_rows(base: Row, cache: AnyCache, held: Held, seen: int, values: int, itemsize: int) -> list[Row]:
-    """seen: tokens fed. values: numbers that a full cache of them holds, of `itemsize` bytes each."""
-    dense = values * itemsize
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers that a full cache holds: `growing` of each of the `seen` tokens, and `bounded` in all in the layers that
+    the model's own window bounds."""
+
+    seen: int
+    growing: int
+    bounded: int
+
+    @classmethod
+    def of(cls, record: PrefillRecord, seen: int) -> "Sizes":
+        windows = [(layer.token_numbers, layer.scoring.window) for layer in record.layers]
+        growing = sum(numbers for numbers, window in windows if window is None)
+        bounded = sum(numbers * min(seen, window - 1) for numbers, window in windows if window is not None)
+        return cls(seen, growing, bounded)
+
+    @property
+    def full(self) -> int:
+        return self.growing * self.seen + self.bounded
+
+
+def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes, itemsize: int) -> list[Row]:
+    """itemsize: bytes of a number in a full cache."""
+    dense = sizes.full * itemsize
     found: list[tuple[str, float, str]] = [
         ("held_bytes", held.held, "bytes"), ("slack_bytes", held.slack, "bytes"), ("dense_bytes", dense, "bytes"),
         *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
@@ -162,8 +183,8 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, seen: int, values: int, i
         ("positions_processed", cache.positions_processed, "positions"),
     ]  # fmt: skip
     if held.used:
-        share = cache.kept_tokens / seen
-        found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / (values * share), "bits")]
-    bounded = len(cache.layers) - len(cache.compressible) if isinstance(cache, KVCache) else 0
-    note = f"{bounded} sliding-window layers left alone" if bounded else None
-    return [replace(base, metric=metric, value=float(value), unit=unit, note=note) for metric, value, unit in found]
+        kept = sizes.growing * cache.kept_tokens + sizes.bounded
+        found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / kept, "bits")]
+    if sizes.bounded:  # what of the full cache the methods have any say in
+        found.append(("compressible_share", sizes.growing * sizes.seen / sizes.full, "share"))
+    return [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]

@@ -43,6 +43,8 @@ def decoder_for(
         return EagerDecoder(model, cache)
     if not isinstance(cache, KVCache):
         return EagerDecoder(model, cache, "eager: without a cache every step is as long as the prefix")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return EagerDecoder(model, cache, "eager: the model lies on several devices, and a graph is one device's")
     if untimed <= WARM_UP:
         return EagerDecoder(model, cache, f"eager: a capture wants {WARM_UP + 1} untimed steps, of which {untimed} run")
     try:

@@ -15,9 +15,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvbench.cache.build import Method, build_cache
 from kvbench.data import load_text, tokenize
+from kvbench.decode import generate
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
+from kvbench.methods.h2o import H2O
+from kvbench.methods.per_token import PerToken
 from kvbench.model import LoadedModel, describe, load_model, load_tokenizer, model_spec
 from kvbench.shape import shape_of
 from tests.models import random_llama
@@ -190,6 +194,26 @@ def test_a_folder_loads_and_its_revision_follows_its_content(folder: Path) -> No
     changed.model.norm.weight.data += 1
     changed.save_pretrained(copy)
     assert load_folder(copy).revision != first.revision
+
+
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+
+
+@pytest.mark.parametrize("where", ["auto", "whole", "parts", "disk"])
+def test_a_device_map_spreads_a_model_and_its_caches_follow(folder: Path, tmp_path: Path, where: str) -> None:
+    """With accelerate's hooks on every part, and with weights that wait on disk."""
+    placed: Any = {"auto": "auto", "whole": {"": "cpu"}, "parts": dict.fromkeys(PARTS, "cpu"),
+                   "disk": dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}}[where]  # fmt: skip
+    arguments = {"device_map": placed} | ({"offload_folder": str(tmp_path)} if where == "disk" else {})
+    spread = load_model(model_spec({"path": str(folder), "load_kwargs": arguments}))
+    plain = load_folder(folder)
+    prompt = torch.arange(100, 140)[None]
+    said = []
+    for loaded in (plain, spread):
+        cache = build_cache(loaded.model, Method("h2o", H2O(16), PerToken(group_size=16)), prompt, 8)
+        assert loaded.device.type == "cpu"
+        said.append(generate(loaded.model, None, cache, 8))
+    assert said[0].equal(said[1])
 
 
 def test_load_kwargs_reach_from_pretrained(folder: Path) -> None:

@@ -207,11 +207,12 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         stock.compress_ms = 1e3 * (clock(record.ids.device) - started)
         return stock
     # Before the clock starts: it may compile.
-    decode = decode_kernel(method, model, record.layers[0].key.dtype, kernel)
+    decode = {device.type: decode_kernel(method, model, record.layers[0].key.dtype, kernel, device)
+              for device in {layer.key.device for layer in record.layers}}  # fmt: skip
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
-    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode,
+    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode[layer.key.device.type],
                            None if latents is None else latents[layer.index])
               for layer in record.layers]  # fmt: skip
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
@@ -219,21 +220,26 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     return cache
 
 
-def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wanted: str) -> Kernel:
+def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wanted: str,
+                  device: torch.device | None = None) -> Kernel:  # fmt: skip
     """The kernel that a method's caches decode on, see `kvbench.kernels.choose`: the reference, with the reason, where
-    the one chosen does not read what the store holds. Rows name what really runs."""
-    kernel = choose(model.device, dtype, wanted)
+    the one chosen does not read what the store holds. Rows name what really runs.
+
+    device: of the layer, where a device map spreads them; else the model's.
+    """
+    device = model.device if device is None else device
+    kernel = choose(device, dtype, wanted)
     if kernel.name == "triton" and (method.rule.ragged_heads or method.store.in_blocks):
         return ReferenceKernel("the Triton kernel does not read blocks of a pool")
     shape, store = shape_of(model.config), method.store
     if store.calibrates or store.brings_cache or store.in_blocks or shape.mla is not None:
         return kernel
     store.check(shape.head_dim, shape.value_dim)
-    slots = store.allocate(SlotShape(1, 1, shape.head_dim, shape.value_dim, PROBE, 1, dtype, model.device))
-    slots.fill(*(torch.zeros(1, 1, PROBE, width, dtype=dtype, device=model.device)
+    slots = store.allocate(SlotShape(1, 1, shape.head_dim, shape.value_dim, PROBE, 1, dtype, device))
+    slots.fill(*(torch.zeros(1, 1, PROBE, width, dtype=dtype, device=device)
                  for width in (shape.head_dim, shape.value_dim)))  # fmt: skip
     slots.settle()
-    query = torch.zeros(1, 1, 1, shape.head_dim, dtype=dtype, device=model.device)
+    query = torch.zeros(1, 1, 1, shape.head_dim, dtype=dtype, device=device)
     reason = kernel.refusal(query, slots.key_parts(), slots.value_parts())
     return kernel if reason is None else ReferenceKernel(reason)
 

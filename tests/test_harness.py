@@ -19,6 +19,7 @@ from tests.text import CHARACTERS, character_tokenizer, light, loaded, methods, 
 pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
 from kvbench.cache.store import DenseStore
 from kvbench.harness.__main__ import main
@@ -180,6 +181,19 @@ def test_generation_settings() -> None:
     assert cut_at("one two three", ["three", "two"]) == "one "
 
 
+def test_the_full_cache_answers_as_lm_evals_own_model(tiny: LoadedModel) -> None:
+    """HFLM runs the stock model without any of this package: the same numbers, texts and greedy flags."""
+    stock = HFLM(pretrained=random_llama(4, 2, 16, vocab=len(CHARACTERS) + 1), tokenizer=tokenizer(), batch_size=1)
+    ours = lm(tiny, "full")
+    pairs = [(prose(30, i), text) for i in range(2) for text in (" yes", " or no", "x")]
+    for expected, found in zip(*(ask(model, "loglikelihood", *pairs) for model in (stock, ours)), strict=True):
+        assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])
+    texts = [(prose(40, i),) for i in range(2)]
+    assert ask(ours, "loglikelihood_rolling", *texts) == pytest.approx(ask(stock, "loglikelihood_rolling", *texts))
+    asked = [(prose(30, i), {"until": ["e", "\n"], "max_gen_toks": 9, "do_sample": False}) for i in range(3)]
+    assert ask(ours, "generate_until", *asked) == ask(stock, "generate_until", *asked)
+
+
 # the command
 
 CHOICE, ANSWER = ("output_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{answer}}'\n"
@@ -262,3 +276,13 @@ def test_a_task_that_fails_is_a_row_and_the_others_go_on(folder: Path, capsys: p
     assert list(frame[frame["dataset"] == "broken"]["status"]) == ["failed"]
     assert "ok" in set(frame[frame["dataset"] == "choice"]["status"])
     assert "failed: full broken" in capsys.readouterr().err
+
+
+def test_published_numbers_stand_beside_a_presets_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = "published.numbers=[{method: kivi2, metric: acc, value: 0.6623}]"
+    words = [word for word in WORDS if not word.startswith("budget")]
+    changed = ["residual=32", "group=8", "model.dtype=float32", "tasks=choice", "limit=2", numbers]
+    assert main(["experiment=kivi_coqa", *words, *changed]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Beside published numbers" in shown and "kivi2 acc 0.6623" in shown
+    assert "not the published setting (in brackets): bos none (first), dataset choice (coqa)" in shown

@@ -44,7 +44,7 @@ def test_each_number_stands_beside_its_own_row() -> None:
     assert table.caption == ["a paper"]
     assert {column.key: column.full for column in table.columns} == {
         "method": ["streaming_llm sinks=0", "streaming_llm sinks=4"], "metric": ["ppl", "ppl"],
-        "published": ["5,158", "5.40"], "measured": ["5,000", "5.50"], "difference": ["-158.00", "+0.10"],
+        "published": ["5,158", "5.40"], "measured": ["5,000", "5.50"], "difference": ["-158.00", "+0.1000"],
     }  # fmt: skip
     assert [record["measured"] for record in table.records] == [5000.0, 5.5]
 
@@ -125,3 +125,16 @@ def test_a_run_and_its_report_show_the_published_numbers(tmp_path: Path, monkeyp
     assert "Beside published numbers" in page and "StreamingLLM (2309.17453)" in page
     assert "5158" in Path("report/published.csv").read_text()
     assert "Beside published numbers" in Path("report/report.html").read_text()
+
+
+def test_the_preset_of_a_harness_task_names_its_methods() -> None:
+    words = ["experiment=kivi_coqa"]
+    with initialize_config_module("kvbench.conf", version_base="1.3"):
+        config = compose("config", words)
+        methods = method_configs(config, words)
+    found = published_of(config.published)
+    assert found is not None and config.harness.tasks == [found.settings["dataset"]]
+    assert (config.model.id, config.model.dtype) == (found.settings["model"], found.settings["dtype"])
+    for number in found.numbers:
+        knobs = {key: value for key, value in number.of.items() if key not in ("method", "store", "metric")}
+        assert any(method.name == number.of["method"] and knobs.items() <= method.columns.items() for method in methods)

@@ -130,4 +130,4 @@ def _numbers(key: str, values: Sequence[float | None], sign: str = "") -> Column
 
 def _decimals(value: float) -> int:
     """As many as published perplexities and scores have: fewer where the number is large."""
-    return 2 if abs(value) < 1000 else 0
+    return 4 if abs(value) < 1 else 2 if abs(value) < 1000 else 0

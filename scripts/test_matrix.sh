@@ -10,6 +10,10 @@ export OMP_NUM_THREADS=1
 echo "--- slow tests"
 "$python" -m pytest -n 2 --dist loadfile -m slow
 
+echo "--- tasks of lm-evaluation-harness"
+set_up lm_eval
+"$python" -m pytest tests/test_harness.py
+
 echo "--- sweeps through a real Slurm"
 bash scripts/test_slurm.sh
 

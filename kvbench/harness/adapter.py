@@ -116,8 +116,8 @@ class KVBenchLM(TemplateLM):
         return ids
 
     def take(self) -> Counts:
-        """The counts so far, which begin anew."""
-        found, self.counts = self.counts, Counts()
+        """The counts so far, which begin anew; the last context is let go of."""
+        found, self.counts, self._record = self.counts, Counts(), None
         return found
 
     def _loglikelihood_tokens(

@@ -60,12 +60,10 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
             _task(folder, task, list(zip(entries, models, strict=True)), manager, asked)
         states = {row.status for row in folder.rows}
         status = "failed" if "failed" in states else "oom" if "oom" in states else "ok"
-    except UserError:
-        if not folder.rows:
-            shutil.rmtree(folder.path)
-        raise
-    except Exception:
+    except Exception as error:
         status = "failed"
+        if isinstance(error, UserError) and not folder.rows:
+            shutil.rmtree(folder.path)
         raise
     finally:
         if folder.path.exists():

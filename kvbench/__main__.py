@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import GROUPS, check_measures, method_configs
-from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
 from kvbench.messages import help_text, names, one_line, root_settings, several, unknown_key
 from kvbench.status import describe, survey
 from kvbench.sweep.plan import LAUNCHER, Sweep, is_setting, job_of, job_record, launcher_of, plan_sweep
@@ -200,4 +200,4 @@ def without_pack(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -1,7 +1,12 @@
-"""The one exception that a user is meant to read, and what the exit codes mean."""
+"""The one exception that a user is meant to read, what the exit codes mean, and how a command ends."""
 
-EXIT_USER_ERROR, EXIT_SOME_FAILED = 2, 3
-"""Unusable input; and: everything was tried, and some cells are not ok."""
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+EXIT_USER_ERROR, EXIT_SOME_FAILED, EXIT_NO_READER = 2, 3, 141
+"""Unusable input; everything was tried, and some cells are not ok; and: what read the output has gone, as `| head`."""
 
 
 class UserError(ValueError):
@@ -9,3 +14,14 @@ class UserError(ValueError):
 
     `python -m kvbench` prints it and exits with code 2.
     """
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """End the process with what `main` returns."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        code = EXIT_NO_READER
+    sys.exit(code)

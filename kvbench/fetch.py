@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.convert import gguf_to_folder
-from kvbench.errors import EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
 from kvbench.terms import readable
 
 MANIFEST = "manifest.json"
@@ -320,4 +320,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.checkpoint import ModelSpec, model_spec
 from kvbench.config import MethodConfig, method_config, method_configs
-from kvbench.errors import EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
 from kvbench.messages import names, one_line
 from kvbench.published import PUBLISHED
 from kvbench.sweep.plan import node_of
@@ -204,4 +204,4 @@ def readable(size: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbench.atomic import read_json
-from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
 from kvbench.results import STATUS
 from kvbench.rows import Row
 from kvbench.sweep.cells import Ledger, Record, record_rows, standing
@@ -224,4 +224,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -336,3 +336,15 @@ def test_a_fault_in_one_job_does_not_end_a_sweep(
     assert main([*QUICK, "-m", "method=h2o", "budget=8,16"]) != 0
     assert "ZeroDivisionError: a fault" in capsys.readouterr().err
     assert len(run_folders()) == 1
+
+
+@pytest.mark.parametrize("words", [["kvbench", "--help"], ["kvbench.status", "results"], ["kvbench.plan", "--help"]])
+def test_a_reader_that_has_gone_is_no_fault(words: list[str]) -> None:
+    """As `| head` does it."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", *words]
+    root = Path(__file__).parent.parent
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=root, text=True, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")

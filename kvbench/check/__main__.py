@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.__main__ import check_override
 from kvbench.config import entry_overrides, method_config
-from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
 from kvbench.messages import names, one_line
 from kvbench.shape import mla_layout
 from kvbench.sweep.plan import node_of
@@ -179,4 +179,4 @@ def line(verdict: Verdict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.__main__ import check_override
 from kvbench.config import method_configs
-from kvbench.errors import EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
 from kvbench.harness.settings import read_asked
 from kvbench.messages import one_line, root_settings
 
@@ -67,4 +67,4 @@ def spelled(word: str, own: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.errors import EXIT_USER_ERROR, UserError
+from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
 
 EXAMPLE = "python -m kvbench.report results/"
 
@@ -81,4 +81,4 @@ def _out_folder(paths: Sequence[Path], out: Path | None) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -7,6 +7,9 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "n
 PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": LLAMA | {
         "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096},
+    "meta-llama/Llama-2-13b-hf": LLAMA | {
+        "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 40,
+        "intermediate_size": 13824, "vocab_size": 32000, "max_position_embeddings": 4096},
     "meta-llama/Llama-3.1-8B": LLAMA | {
         "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072},
     "mistralai/Mistral-7B-v0.3": LLAMA | {

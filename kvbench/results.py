@@ -282,13 +282,13 @@ def load(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
 def rows_between(run: Path, start: int, stop: int) -> pd.DataFrame:
     """Rows `start` up to `stop` of a run's metrics.parquet, as a cell's record names them."""
-    return frame_of_table(pq.ParquetFile(run / METRICS).read().slice(start, stop - start))
+    return frame_of_table(pq.ParquetFile(run / METRICS).read(use_threads=False).slice(start, stop - start))
 
 
 def _read(file: Path, count: int | None, dropped: Set[int]) -> pd.DataFrame:
     """The first `count` rows (None: all) but those whose numbers are in `dropped`."""
     try:
-        table = pq.ParquetFile(file).read()
+        table = pq.ParquetFile(file).read(use_threads=False)
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"{str(file)!r} is not a readable parquet file; remove it or restore it") from error
     kept = [i for i in range(table.num_rows if count is None else min(count, table.num_rows)) if i not in dropped]

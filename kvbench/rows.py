@@ -119,5 +119,7 @@ def frame_of_table(table: pa.Table) -> pd.DataFrame:
         else pa.nulls(table.num_rows, SCHEMA.field(name).type)
         for name in COLUMNS
     ]  # fmt: skip
-    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(types_mapper=_PANDAS.get)
+    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(
+        types_mapper=_PANDAS.get, use_threads=False  # tables of some rows; and in a memory limit no thread can start
+    )
     return frame

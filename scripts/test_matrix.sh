@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is slow, and what needs another environment. Run after scripts/test.sh, whose .venv it uses.
+# What needs another environment, and with KVBENCH_NIGHTLY=1 what is slow. Run after scripts/test.sh, whose .venv it uses.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
@@ -7,12 +7,14 @@ set_up test
 fetch
 export OMP_NUM_THREADS=1
 
-echo "--- slow tests"
-"$python" -m pytest -n 2 --dist loadfile -m slow
+if [ "${KVBENCH_NIGHTLY:-0}" = 1 ]; then
+    echo "--- slow tests"
+    "$python" -m pytest -n 2 --dist loadfile -m slow
 
-echo "--- tasks of lm-evaluation-harness"
-set_up lm_eval
-"$python" -m pytest tests/test_harness.py
+    echo "--- tasks of lm-evaluation-harness"
+    set_up lm_eval
+    "$python" -m pytest tests/test_harness.py
+fi
 
 echo "--- sweeps through a real Slurm"
 bash scripts/test_slurm.sh

@@ -54,7 +54,7 @@ BAD = [
     (["store=int3"], "store=int3 is unknown (did you mean int"),
     (["model=smollm"], "model=smollm is unknown (did you mean smollm2-135m?)"),
     (["data=essay"], "did you mean essays?"),
-    (["experiment=first"], "choose from first_light"),
+    (["experiment=first"], "did you mean first_light"),
     (["budgt=16"], "budgt is no setting (did you mean budget?)"),
     (["+budgt=16"], "budgt is no setting (did you mean budget?)"),
     (["perplexity.contxt=16"], "did you mean perplexity.context?"),

@@ -435,3 +435,18 @@ def test_recompute_carries_ids_and_nothing_else() -> None:
     cache = build.build_cache(MODEL, method, TEXT[None, :4])
     assert isinstance(cache, PrefixCache)
     assert list(cache.buffers()) == []
+
+
+def test_without_memory_to_read_only_the_share_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(machine.torch, "ones", refuse)
+    machine._read_bandwidth.cache_clear()
+    assert machine.read_bandwidth(torch.device("cpu")) is None
+    machine._read_bandwidth.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(measured, "read_bandwidth", lambda device: None)
+    rows = rows_of(latency(bench(methods("full")), settings(contexts=[CONTEXT])))
+    assert {"bytes_per_s", "tpot_p50_ms"} <= {row.metric for row in rows}
+    assert "bandwidth_share" not in {row.metric for row in rows}

@@ -211,8 +211,9 @@ def _bandwidth_rows(bench: Bench, run: Timed, base: Row) -> Iterator[Row]:
     rate, best = read / (1e-3 * float(np.median(run.step_ms))), read_bandwidth(bench.loaded.device)
     note = "; ".join(filter(None, ("weights and kept tokens, read once a step", base.note)))
     yield replace(base, metric="bytes_per_s", value=rate, unit="bytes/s", note=note)
-    yield replace(base, metric="bandwidth_share", value=rate / best, unit="share",
-                  note=f"of {best / 1e9:.1f} GB/s, what reading alone came to in this process; {note}")  # fmt: skip
+    if best is not None:
+        yield replace(base, metric="bandwidth_share", value=rate / best, unit="share",
+                      note=f"of {best / 1e9:.1f} GB/s, what reading alone came to in this process; {note}")  # fmt: skip
 
 
 def read_bytes(model: torch.nn.Module) -> int:

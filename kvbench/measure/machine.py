@@ -58,14 +58,18 @@ def _gpu_now(device: torch.device, load_average: float) -> Machine:
     return Machine(load_average, clock_mhz, f"throttled: nvidia-smi says {reasons}" if throttled else "")
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device reads with the threads it has, measured once a process."""
+def read_bandwidth(device: torch.device) -> float | None:
+    """Bytes a second that the device reads with the threads it has, measured once a process; None where the device
+    has no memory left for it."""
     return _read_bandwidth(device, torch.get_num_threads())
 
 
 @cache
-def _read_bandwidth(device: torch.device, threads: int) -> float:
-    memory = torch.ones(READ_BYTES // 4, device=device)
+def _read_bandwidth(device: torch.device, threads: int) -> float | None:
+    try:
+        memory = torch.ones(READ_BYTES // 4, device=device)
+    except (RuntimeError, MemoryError):  # torch's own out-of-memory is a RuntimeError
+        return None
     read: Callable[[], object] = memory.sum
     if device.type == "cpu":
         with suppress(CannotCompile):  # torch, where there is no compiler, adds up more slowly

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs another environment, and with KVBENCH_NIGHTLY=1 what is slow. Run after scripts/test.sh, whose .venv it uses.
+# What needs another environment. Run after scripts/test.sh, whose .venv it uses.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
@@ -8,9 +8,6 @@ fetch
 export OMP_NUM_THREADS=1
 
 if [ "${KVBENCH_NIGHTLY:-0}" = 1 ]; then
-    echo "--- slow tests"
-    "$python" -m pytest -n 2 --dist loadfile -m slow
-
     echo "--- tasks of lm-evaluation-harness"
     set_up lm_eval
     "$python" -m pytest tests/test_harness.py

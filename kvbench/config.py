@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra import compose
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.errors import UserError
@@ -170,7 +171,11 @@ def method_config(config: DictConfig) -> MethodConfig:
 
 def _wrapped(config: DictConfig, group: str, name: Any) -> DictConfig:
     """What a wrapper, config[group], goes around: the method or store of that name, which reads the run's own knobs."""
-    found: DictConfig = compose("config", [f"{group}={name}"])[group]
+    try:
+        found: DictConfig = compose("config", [f"{group}={name}"])[group]
+    except HydraException as error:
+        example = "snapkv" if group == "method" else "int4"
+        raise UserError(f"inner={name} is no {group}; type inner={example}, or another that --help lists") from error
     part, kind, example = ("rule", "keep rule", "snapkv") if group == "method" else ("slots", "store", "int4")
     if "inner" in found[part] or (group == "method" and "fixed" in found):
         raise UserError(f"inner={name} is no plain {kind} and cannot go into {config[group].name}; "

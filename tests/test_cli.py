@@ -54,6 +54,8 @@ BAD = [
     (["store=int3"], "store=int3 is unknown (did you mean int"),
     (["model=smollm"], "model=smollm is unknown (did you mean smollm2-135m?)"),
     (["data=essay"], "did you mean essays?"),
+    (["method=adakv", "inner=foo", "budget=16"], "inner=foo is no method; type inner=snapkv"),
+    (["store=paged", "inner=h2o"], "inner=h2o is no store; type inner=int4"),
     (["experiment=first"], "did you mean first_light"),
     (["budgt=16"], "budgt is no setting (did you mean budget?)"),
     (["+budgt=16"], "budgt is no setting (did you mean budget?)"),

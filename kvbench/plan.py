@@ -128,7 +128,14 @@ def planned_model(spec: ModelSpec, config: Any) -> Planned:
     """What the cache's formulas need of the model."""
     from kvbench.cache.size import Planned
     from kvbench.model import pick_device, pick_dtype
-    from kvbench.shape import choose_mla_layout, layer_windows, refuse_unsupported, shape_of, with_kv_heads
+    from kvbench.shape import (
+        choose_mla_layout,
+        layer_windows,
+        refuse_unsupported,
+        shape_of,
+        state_numbers,
+        with_kv_heads,
+    )
 
     refuse_unsupported(config, spec.name)
     choose_mla_layout(config, spec.mla, spec.name)
@@ -137,7 +144,9 @@ def planned_model(spec: ModelSpec, config: Any) -> Planned:
     key_dim = shape.head_dim + (config.qk_rope_head_dim if latent else 0)
     named = "bfloat16" if spec.dtype == "auto" and not spec.random else spec.dtype
     dtype = pick_dtype(named, pick_device(spec.device))
-    return Planned(shape.kv_heads, key_dim, shape.value_dim, layer_windows(config), dtype, latent)
+    narrow, wide = state_numbers(config)
+    return Planned(shape.kv_heads, key_dim, shape.value_dim, layer_windows(config), dtype, latent,
+                   narrow * dtype.itemsize + 4 * wide, shape.state_layers)  # fmt: skip
 
 
 def weight_bytes(spec: ModelSpec, config: Any, itemsize: int) -> int:
@@ -165,8 +174,10 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     total = asked.context + asked.tokens
     full = model.full_bytes(asked.batch, total)
     bounded = sum(window is not None for window in model.windows)
+    states = f", {model.state_layers} with a state of fixed size" if model.state_layers else ""
     lines = [
-        f"{spec.name}: {len(model.windows)} layers ({bounded} bounded by a window of their own), {model.kv_heads} "
+        f"{spec.name}: {len(model.windows) + model.state_layers} layers ({bounded} bounded by a window of their own"
+        f"{states}), {model.kv_heads} "
         f"KV heads, {model.numbers} numbers a token and head, "
         f"{str(model.dtype).removeprefix('torch.')}",
         f"batch {asked.batch}, {asked.context:,} tokens of context and room for {asked.tokens:,} more; "

@@ -9,7 +9,10 @@ from typing import Any
 from kvbench.errors import UserError
 
 SLIDING = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+STATES = {"linear_attention", "conv"}
+"""Kinds of layers that keep a state of fixed size instead of keys and values."""
+UNSUPPORTED = {"hybrid", "hybrid_sliding", "mamba", "recurrent"}
+"""Kinds that keep a state beside keys and values, or in a way of their own."""
 
 LAYOUTS = ("absorbed", "latent", "expand")
 """What is cached of multi-head latent attention, and how it is attended over; see `kvbench.cache.mla`."""
@@ -22,7 +25,8 @@ class ModelShape:
     Under MLA the cache holds latents: `kv_heads` is 1 and `head_dim` the latent's rank, unless `mla` is expand.
     `converted_from` is the checkpoint's number of KV heads where `model.kv_heads` asked for another.
     `max_positions` is None where the config names no limit.
-    `sliding_layers` counts the layers whose cache a window bounds already.
+    `sliding_layers` counts the layers whose cache a window bounds already, `state_layers` those that keep a state of
+    fixed size instead of keys and values; the rest of the facts is that of the attention layers.
     """
 
     arch: str  # mha | gqa | mqa | mla | hybrid
@@ -34,6 +38,7 @@ class ModelShape:
     n_layers: int
     max_positions: int | None
     sliding_layers: int
+    state_layers: int
     vocab_size: int
     mla: str | None  # one of LAYOUTS; None for a model without latent attention
 
@@ -53,6 +58,8 @@ class ModelShape:
             said.append(
                 f"{self.sliding_layers} of {self.n_layers} layers are bounded by the model's own window and left alone"
             )
+        if self.state_layers:
+            said.append(f"{self.state_layers} of {self.n_layers} layers keep a state of fixed size and are left alone")
         return "; ".join(said) or None
 
 
@@ -93,7 +100,7 @@ def shape_of(config: Any) -> ModelShape:
             kv_heads = 1
         head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     kinds = layer_kinds(config)
-    if any(kind in RECURRENT for kind in kinds):
+    if any(kind in STATES | UNSUPPORTED for kind in kinds):
         arch = "hybrid"
     else:
         arch = "mla" if latent_rank is not None else shared_heads(kv_heads, query_heads)
@@ -107,6 +114,7 @@ def shape_of(config: Any) -> ModelShape:
         n_layers=config.num_hidden_layers,
         max_positions=getattr(config, "max_position_embeddings", None),
         sliding_layers=sum(kind in SLIDING for kind in kinds),
+        state_layers=sum(kind in STATES for kind in kinds),
         vocab_size=config.vocab_size,
         mla=mla,
     )
@@ -156,15 +164,36 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """The window of each layer, in tokens; None for those that attend to everything.
-
-    Raises UserError for a model with layers that keep a state instead of keys and values.
-    """
-    kinds = layer_kinds(config)
-    if any(kind in RECURRENT for kind in kinds):
-        raise UserError(f"{config.model_type} has layers that keep a state; its cache cannot be planned")
+    """The window of each layer with keys and values, in tokens; None for those that attend to everything."""
+    kinds = [kind for kind in layer_kinds(config) if kind not in STATES]
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     return [window if kind in SLIDING else None for kind in kinds]
+
+
+def state_numbers(config: Any) -> tuple[int, int]:
+    """Numbers in the states of all layers for a row: those in the model's dtype, and those in float32.
+
+    A convolution keeps its last inputs. Linear attention by the gated delta rule (arXiv 2412.06464) also keeps a
+    key_dim x value_dim matrix a head, which it sums in float32. Raises UserError for a family that states its sizes in
+    another way.
+    """
+    kinds = layer_kinds(config)
+    convolutions, linear = kinds.count("conv"), kinds.count("linear_attention")
+    named = ["conv_L_cache"] * bool(convolutions) + ["linear_conv_kernel_dim"] * bool(linear)
+    if not all(hasattr(config, name) for name in named):
+        raise UserError(
+            f"{config.model_type} has layers that keep a state whose size its config does not tell as LFM2 or "
+            "Qwen3-Next do, so its cache cannot be planned; measure it with measure=[memory]"
+        )
+    narrow, wide = 0, 0
+    if convolutions:
+        narrow += convolutions * config.hidden_size * config.conv_L_cache
+    if linear:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        narrow += linear * (2 * keys + values) * config.linear_conv_kernel_dim
+        wide += linear * values * config.linear_key_head_dim
+    return narrow, wide
 
 
 def refuse_unsupported(config: Any, name: str) -> None:
@@ -189,6 +218,15 @@ def refuse_unsupported(config: Any, name: str) -> None:
         raise UserError(
             f"{name} ({kind}) has no attention heads, so no KV cache to shrink: choose a transformer"
         )
+    kinds = layer_kinds(config)
+    unsupported = sorted(UNSUPPORTED.intersection(kinds))
+    if unsupported:
+        raise UserError(
+            f"{name} ({kind}) has {', '.join(unsupported)} layers, which keep a state in a way that kvbench does not "
+            "follow: choose a hybrid whose layers keep either a state or keys and values (LFM2, Qwen3-Next)"
+        )
+    if STATES.issuperset(kinds):
+        raise UserError(f"{name} ({kind}) has no attention layers, so no KV cache to shrink: choose another model")
 
 
 def refuse_without_attention_interface(model_class: type, name: str) -> None:

@@ -109,15 +109,26 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "falcon": ("Falcon", {"num_kv_heads": 4, "new_decoder_architecture": True, "ffn_hidden_size": 96}),
 }  # fmt: skip
 
+# Every second layer attends, the others keep a state.
+HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {
+    "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
+    "qwen3-next": ("Qwen3Next", {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+                                 "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                                 "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4,
+                                 "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                 "shared_expert_intermediate_size": 32}),
+}
+
 HAS_WINDOW = ("mistral-window", "qwen2-window", "gemma2", "gemma3", "gpt-oss")
 
 
 def tiny(name: str, attention: str = "eager", **overrides: object) -> PreTrainedModel:
-    """A random two-layer float32 model of a family in eval mode; the caller's random state is kept.
+    """A random float32 model of two layers, or four where it is a hybrid, of a family in eval mode; the caller's random
+    state is kept.
 
     overrides: config values instead of the family's.
     """
-    prefix, own = FAMILIES[name]
+    prefix, own = {**FAMILIES, **HYBRIDS}[name]
     shared = COMMON if prefix != "GPT2" else {k: v for k, v in COMMON.items() if k in GPT2_SHARES}
     config = getattr(transformers, f"{prefix}Config")(**{**shared, **own, **overrides})
     model_class = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix.removesuffix('Text')}ForCausalLM"

@@ -44,20 +44,19 @@ def second_moment(rows: Tensor) -> Tensor:
 
 
 def bases_of(model: PreTrainedModel, ids: Tensor, rotations: list[KeyRotation | None]) -> list[Basis | None]:
-    """The bases of all layers from prompts ids [B, T]; None for layers that a window of their own bounds.
+    """The bases of all layers from prompts ids [B, T]; None for layers that a window or a state bounds.
 
     Keys are taken before their rotary embedding, which `rotations` (one a layer; None: there is none) takes off.
     """
-    found: list[Basis | None] = []
+    found: list[Basis | None] = [None] * len(rotations)
     for layer in prefill(model, ids).layers:
         if layer.scoring.window is not None:
-            found.append(None)
             continue
         rotation, position = rotations[layer.index], torch.arange(ids.shape[1], device=ids.device)
         key = layer.key if rotation is None else rotation.take_off(layer.key, position.expand(layer.key.shape[:3]))
         dtype = torch.promote_types(layer.key.dtype, torch.float32)
         sides = [part.to(dtype) for rows in (key, layer.value) for part in eigenbasis(second_moment(rows))]
-        found.append(Basis(*sides))
+        found[layer.index] = Basis(*sides)
     return found
 
 

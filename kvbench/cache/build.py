@@ -4,7 +4,7 @@
     cache = build_cache(model, method, record, max_new_tokens=128)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from kvbench.cache.ragged import RaggedLayer, ragged_layer
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
+from kvbench.cache.state import StateLayer, empty_states, in_model_order
 from kvbench.cache.stock import StockCache, StockStore
 from kvbench.cache.store import Buffer, SlotShape, Store
 from kvbench.errors import UserError
@@ -71,12 +72,16 @@ class KVCache(Cache):
 
     last_logits: [B, V], what the model predicts after the prompt. positions_processed: token positions of a row that
     were run through the model for this cache, the prompt's first. compress_ms: wall time of building it.
+    attention_layers: those with keys and values. states: those that keep a state of fixed size. layers: both, as the
+    model counts them.
     """
 
-    layers: list[Layer]
+    layers: list[Layer | StateLayer]
 
-    def __init__(self, layers: list[Layer], last_logits: Tensor, prompt_tokens: int) -> None:
-        super().__init__(layers=layers)
+    def __init__(self, layers: list[Layer], last_logits: Tensor, prompt_tokens: int,
+                 states: Sequence[StateLayer] = ()) -> None:  # fmt: skip
+        super().__init__(layers=in_model_order(layers, states))
+        self.attention_layers, self.states = layers, states
         self.last_logits = last_logits
         self.prompt_tokens = prompt_tokens
         self.positions_processed = prompt_tokens
@@ -85,12 +90,12 @@ class KVCache(Cache):
     @property
     def kernel_name(self) -> str:
         """What decode attention runs on."""
-        return self.layers[0].kernel.name
+        return self.attention_layers[0].kernel.name
 
     @property
     def seen(self) -> int:
         """Tokens of a row so far, its prompt's included."""
-        return self.layers[0].seen
+        return self.attention_layers[0].seen
 
     @property
     def has_compressed(self) -> bool:
@@ -99,13 +104,13 @@ class KVCache(Cache):
 
     @property
     def compressible(self) -> list[Layer]:
-        """The layers that the method applies to; sliding-window layers of the model are bounded already."""
-        return [layer for layer in self.layers if not isinstance(layer.rule, SlidingWindow)]
+        """The layers that the method applies to; those with a window or a state are bounded already."""
+        return [layer for layer in self.attention_layers if not isinstance(layer.rule, SlidingWindow)]
 
     @property
     def kept_tokens(self) -> float:
         """Tokens held per KV head now, the mean over compressible layers."""
-        layers = self.compressible or self.layers
+        layers = self.compressible or self.attention_layers
         return sum(layer.kept for layer in layers) / len(layers)
 
     def check_room(self, ids: Tensor) -> None:
@@ -114,7 +119,7 @@ class KVCache(Cache):
         batch = self.last_logits.shape[0]
         if ids.shape[0] != batch:
             raise UserError(f"ids has {ids.shape[0]} rows and the cache {batch}; give one row for each prompt")
-        for layer in self.layers:
+        for layer in self.attention_layers:
             layer.check_room(ids.shape[1])
 
     def buffers(self) -> Iterator[Buffer]:
@@ -163,7 +168,8 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
     check_ids(ids)
     observations = [observation for rule in rules for observation in rule.observations()]
     rotations = _rotations(model, any(observation.before_rotation for observation in observations), BEFORE)
-    cache = record_cache(observations, rotations, latents_of(model))
+    states = empty_states(model.config)
+    cache = record_cache(observations, rotations, latents_of(model), states)
     with kvbench_attention(model):
         started = clock(ids.device)
         logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
@@ -171,12 +177,14 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
     layers: list[LayerRecord] = []
     observe_ms: dict[Observation, float] = {}
     for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            continue
         if not isinstance(layer, RecordLayer) or layer.record is None:
             raise UserError(f"{type(model).__name__} has layers that keep no keys and values of their own")
         layers.append(layer.record)
         for observation, ms in layer.observe_ms.items():
             observe_ms[observation] = observe_ms.get(observation, 0.0) + ms
-    return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms)
+    return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms, states)
 
 
 @torch.inference_mode()
@@ -213,9 +221,10 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
     layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode[layer.key.device.type],
-                           None if latents is None else latents[layer.index])
-              for layer in record.layers]  # fmt: skip
-    cache = KVCache(layers, record.logits.clone(), record.prompt_tokens)
+                           None if latents is None else latents[layer.index], depth)
+              for depth, layer in enumerate(record.layers)]  # fmt: skip
+    states = [state.copy() for state in record.states]
+    cache = KVCache(layers, record.logits.clone(), record.prompt_tokens, states)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
     return cache
 
@@ -261,13 +270,15 @@ def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[Rotat
 
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
                  max_new_tokens: int, step: int, kernel: Kernel = REFERENCE,
-                 latents: Latents | None = None) -> Layer:  # fmt: skip
+                 latents: Latents | None = None, depth: int | None = None) -> Layer:  # fmt: skip
+    """depth: which of the `layer_count` layers with keys and values this is, for rules that budget by depth; None where
+    the model has no others."""
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
     store = store_of(record, method, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])
-    budget = rule.layer_tokens(prompt, record.index, layer_count)
+    budget = rule.layer_tokens(prompt, record.index if depth is None else depth, layer_count)
     scores = rule.initial_scores(record)
     worth = _worth(rule, scores, record, budget)
     if worth is not None and budget is not None and (share := rule.head_tokens(worth, budget)) is not None:

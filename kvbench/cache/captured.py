@@ -141,11 +141,13 @@ class DecodeStep:
     @torch.inference_mode()
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         self.model, self.eager = model, cache
+        if cache.states:
+            raise CannotCapture("layers that keep a state of fixed size have no captured form yet")
         logits = cache.last_logits
         self.ids = torch.zeros(logits.shape[0], 1, dtype=torch.int64, device=logits.device)
-        self.seen = torch.full((), cache.layers[0].seen, device=logits.device)
+        self.seen = torch.full((), cache.seen, device=logits.device)
         groups: dict[object, Counts] = {}
-        self.layers = [self._captured(layer, groups) for layer in cache.layers]
+        self.layers = [self._captured(layer, groups) for layer in cache.attention_layers]
         self.groups = list(groups.values())
         self.cache = Cache(layers=self.layers)
 

@@ -33,7 +33,7 @@ def kept_bytes(model: PreTrainedModel, method: "Method", record: PrefillRecord) 
 
     def total(cache: "KVCache") -> int:
         found = 0
-        for store, shape, layer in zip(stores, shapes, cache.layers, strict=True):
+        for store, shape, layer in zip(stores, shapes, cache.attention_layers, strict=True):
             if isinstance(layer, SlotLayer):
                 found += store.planned_bytes(replace(shape, slots=layer.kept))
             else:  # heads of different length, as one

@@ -22,6 +22,7 @@ from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.paged import Blocks, PagedSlots, PagedStore
 from kvbench.cache.pool import BLOCK_SIZE, Pool, blocks_for
+from kvbench.cache.state import empty_states
 from kvbench.cache.store import Buffer, SlotShape
 from kvbench.errors import UserError
 from kvbench.shape import mla_layout
@@ -31,8 +32,8 @@ B = TypeVar("B")
 PIECE = 64
 """Tokens of a prompt's rest that go through the model at once: as many as the compiled kernel takes."""
 
-WHOLE_LAYERS = ("has layers with a latent or a sliding window; prefixes are shared where every layer holds every "
-                "token's keys and values")  # fmt: skip
+WHOLE_LAYERS = ("has layers with a latent, a state or a sliding window; prefixes are shared where every layer holds "
+                "every token's keys and values")  # fmt: skip
 
 
 @dataclass
@@ -114,7 +115,7 @@ class PrefixPool:
         if not isinstance(method.store, PagedStore) or method.rule.budget is not None or method.rule.needs_ids:
             raise UserError(f"method={method.name} on {type(method.store).__name__} cannot share prefixes: that takes "
                             "blocks, and a rule that keeps every token; type method=full store=paged")  # fmt: skip
-        if mla_layout(model.config.get_text_config()) is not None:
+        if mla_layout(model.config.get_text_config()) is not None or empty_states(model.config):
             raise UserError(f"{type(model).__name__} {WHOLE_LAYERS}")
         self.store, self.share, self.identity = method.store, share, identity(model, method, revision)
         self.kernel = decode_kernel(method, model, model.dtype, kernel)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvbench.cache.mla import Latents
 from kvbench.cache.observe import Observation
 from kvbench.cache.rotary import RotateBack
+from kvbench.cache.state import StateLayer, in_model_order
 from kvbench.kernels.prefill import Scoring, causal_attention
 
 
@@ -18,9 +19,9 @@ from kvbench.kernels.prefill import Scoring, causal_attention
 class LayerRecord:
     """One layer of a prefill.
 
-    index: the layer. key [B, Hkv, T, D] and value [B, Hkv, T, Dv]: as the cache received them, keys rotated.
-    scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities. rotation: how
-    the layer's rotary embedding is taken off again, where an observation needs that.
+    index: the layer, as the model counts. key [B, Hkv, T, D] and value [B, Hkv, T, Dv]: as the cache received them,
+    keys rotated. scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities.
+    rotation: how the layer's rotary embedding is taken off again, where an observation needs that.
     """
 
     index: int
@@ -48,7 +49,8 @@ class PrefillRecord:
     """A prompt, run once with exact attention.
 
     ids: [B, T]. logits: [B, V], of the last prompt token. prefill_ms: wall time without the observations.
-    observe_ms: wall time of each observation, summed over layers.
+    observe_ms: wall time of each observation, summed over layers. layers: those with keys and values. states: those
+    that keep a state of fixed size, as it was after the prompt.
     """
 
     ids: Tensor
@@ -56,6 +58,7 @@ class PrefillRecord:
     layers: list[LayerRecord]
     prefill_ms: float
     observe_ms: dict[Observation, float]
+    states: list[StateLayer] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
@@ -117,12 +120,14 @@ class RecordLayer(CacheLayerMixin):
 
 
 def record_cache(observations: Iterable[Observation], rotations: Sequence[RotateBack | None],
-                 latents: Sequence[Latents] | None = None) -> Cache:  # fmt: skip
-    """A cache of `RecordLayer`s, one for each of `rotations`."""
+                 latents: Sequence[Latents] | None = None, states: Sequence[StateLayer] = ()) -> Cache:  # fmt: skip
+    """A cache of `RecordLayer`s, one for each of `rotations`, but of `states` in their places."""
     wanted = tuple(dict.fromkeys(observations))
     ways: Sequence[Latents | None] = [None] * len(rotations) if latents is None else latents
-    return Cache(layers=[RecordLayer(i, wanted, rotation, way)
-                         for i, (rotation, way) in enumerate(zip(rotations, ways, strict=True))])  # fmt: skip
+    elsewhere = {state.index for state in states}
+    layers = [RecordLayer(i, wanted, rotation, way)
+              for i, (rotation, way) in enumerate(zip(rotations, ways, strict=True)) if i not in elsewhere]  # fmt: skip
+    return Cache(layers=in_model_order(layers, states))
 
 
 def clock(device: torch.device) -> float:

@@ -17,8 +17,9 @@ from kvbench.cache.store import DenseStore, SlotShape, Store
 class Planned:
     """A model's layers, as a cache sees them.
 
-    kv_heads; key_dim, value_dim: numbers a head; windows: of each layer the model's own, None where it has none.
-    latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers together.
+    kv_heads; key_dim, value_dim: numbers a head; windows: of each layer with keys and values the model's own, None
+    where it has none. latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers
+    together. state_bytes: a row's, of the `state_layers` layers that keep a state of fixed size.
     """
 
     kv_heads: int
@@ -27,6 +28,8 @@ class Planned:
     windows: Sequence[int | None]
     dtype: torch.dtype
     latent: bool = False
+    state_bytes: int = 0
+    state_layers: int = 0
 
     @property
     def numbers(self) -> int:
@@ -34,9 +37,10 @@ class Planned:
         return self.key_dim if self.latent else self.key_dim + self.value_dim
 
     def full_bytes(self, batch: int, tokens: int) -> int:
-        """2 * L * B * S * Hkv * D * bytes, with bounded layers at what their window holds between steps."""
+        """2 * L * B * S * Hkv * D * bytes, with bounded layers at what their window or state holds between steps."""
         size = batch * self.kv_heads * self.numbers * self.dtype.itemsize
-        return sum(size * (tokens if window is None else min(tokens, window - 1)) for window in self.windows)
+        held = sum(size * (tokens if window is None else min(tokens, window - 1)) for window in self.windows)
+        return held + batch * self.state_bytes
 
 
 def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:
@@ -48,7 +52,7 @@ def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tok
     """
     if method.rule.needs_ids:
         return 0
-    total = 0
+    total = batch * model.state_bytes
     for index, window in enumerate(model.windows):
         rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
         store: Store = method.store if window is None else DenseStore()

@@ -16,6 +16,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache
 
 from kvbench.cache.record import PrefillRecord
+from kvbench.cache.state import in_model_order
 from kvbench.cache.store import Buffer, SlotShape, Store
 from kvbench.errors import UserError
 
@@ -80,11 +81,13 @@ class StockCache(Cache):
 
     def __init__(self, store: StockStore, record: PrefillRecord) -> None:
         layers = [store.layer() for _ in record.layers]
+        states = [state.copy() for state in record.states]
         for layer, recorded in zip(layers, record.layers, strict=True):
             if recorded.scoring.window is not None:
                 raise UserError("transformers' quantised caches have no sliding-window layers, and this model does")
             layer.update(recorded.key.clone(), recorded.value.clone())
-        super().__init__(layers=layers)
+        super().__init__(layers=in_model_order(layers, states))
+        self.attention_layers, self.states = layers, states
         self.last_logits = record.logits.clone()
         self.prompt_tokens = self.positions_processed = record.prompt_tokens
         self.compress_ms = 0.0
@@ -101,7 +104,9 @@ class StockCache(Cache):
 
     def buffers(self) -> Iterator[Buffer]:
         """Every tensor that the layers hold: narrow ones are codes, those beside them scales."""
-        for layer in self.layers:
+        for state in self.states:
+            yield from state.buffers()
+        for layer in self.attention_layers:
             for name, held in vars(layer).items():
                 for tensor in tensors_in(held):
                     part = "residual" if name in ("keys", "values") else "scales"

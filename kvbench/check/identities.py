@@ -177,8 +177,8 @@ def followed(trial: Trial, subject: Subject) -> tuple[Tensor, list[Verdict]]:
     cache, shadow = trial.cache(method, trial.alone[0]), shadow_of(trial.alone[0])
     if not isinstance(cache, KVCache):
         return decode(trial.model, cache, trial.following[:1]), []
-    kernels = [BothKernels(layer.kernel) for layer in cache.layers]
-    for layer, kernel in zip(cache.layers, kernels, strict=True):
+    kernels = [BothKernels(layer.kernel) for layer in cache.attention_layers]
+    for layer, kernel in zip(cache.attention_layers, kernels, strict=True):
         layer.kernel = kernel
     broken, ours, theirs = promise_broken(cache, method), [cache.last_logits[:, None]], [cache.last_logits[:, None]]
     shadowed = method.rule.budget is not None and not any(layer.has_quantised for layer in cache.compressible)
@@ -191,7 +191,7 @@ def followed(trial: Trial, subject: Subject) -> tuple[Tensor, list[Verdict]]:
         ours.append(step(trial.model, token, cache))
         broken = broken or promise_broken(cache, method)
     found, limit = max(kernel.worst for kernel in kernels), KERNEL_LIMITS[trial.model.dtype]
-    verdicts = [Verdict(f"kernel {cache.layers[0].kernel.name} equals the reference", subject.label, found <= limit,
+    verdicts = [Verdict(f"kernel {cache.kernel_name} equals the reference", subject.label, found <= limit,
                         found, limit, "difference")]  # fmt: skip
     predictions = log_probabilities(ours)
     if method.rule.budget is not None:

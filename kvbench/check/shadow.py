@@ -4,8 +4,6 @@ The shadow takes from the cache nothing but which positions it holds. Slots that
 wrong positions and wrongly turned queries all make the two differ.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,6 +12,7 @@ from kvbench.cache.build import KVCache, Layer
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.mla import Latents
 from kvbench.cache.record import LayerRecord, PrefillRecord
+from kvbench.cache.state import in_model_order
 from kvbench.kernels import reference
 from kvbench.kernels.parts import Dense
 from kvbench.kernels.prefill import Scoring
@@ -88,13 +87,15 @@ class ShadowLayer(CacheLayerMixin):
 
 def shadow_of(record: PrefillRecord) -> Cache:
     """A shadow of any cache that is built from the record."""
-    return Cache(layers=[ShadowLayer(layer) for layer in record.layers])
+    layers = [ShadowLayer(layer) for layer in record.layers]
+    return Cache(layers=in_model_order(layers, [state.copy() for state in record.states]))
 
 
 def look(shadow: Cache, cache: KVCache) -> None:
     """Note what the cache holds now; do it before each forward."""
-    for layer, other in zip(shadow.layers, cache.layers, strict=True):
-        cast(ShadowLayer, layer).look(other)
+    shadows = [layer for layer in shadow.layers if isinstance(layer, ShadowLayer)]
+    for layer, other in zip(shadows, cache.attention_layers, strict=True):
+        layer.look(other)
 
 
 def held_positions(layer: Layer) -> Tensor:

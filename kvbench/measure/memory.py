@@ -25,7 +25,7 @@ from kvbench.settings import Memory
 WARM_UP = 256
 """Tokens of a prompt that nothing is measured on."""
 
-PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis")
+PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis", "state")
 
 
 def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
@@ -112,7 +112,6 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
     with peak(device) as prefill_peak:
         record = prefill(model, ids[:, :context], [entry.method.rule])
         cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
-    itemsize = record.layers[0].key.element_size()
     sizes = Sizes.of(record, context + tokens)
     formula = kept_bytes(model, entry.method, record)
     del record
@@ -121,7 +120,7 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
             step(model, ids[:, context + t : context + t + 1], cache)
     base = replace(entry.row, measure="memory", context=context, batch=1, n=1, protocol="prefill_decode")
     held = held_bytes(cache.buffers())
-    rows = _held_rows(base, cache, held, sizes, itemsize)
+    rows = _held_rows(base, cache, held, sizes)
     if isinstance(cache, KVCache):
         rows += _side_by_side(base, held, formula(cache), allocator_bytes(cache.buffers()))
     for metric, phase in (("peak_prefill_bytes", prefill_peak), ("peak_decode_bytes", decode_peak)):
@@ -132,13 +131,13 @@ def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]
 
 def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -> Iterator[Row]:
     """The same cache by formula and as the allocator has it, and what lies between, so that the three add up."""
-    bookkeeping = sum(held.parts.get(part, 0) for part in ("positions", "scores"))
+    apart = sum(held.parts.get(part, 0) for part in ("positions", "scores", "state"))
     byte = replace(base, unit="bytes")
     yield replace(byte, metric="analytic_bytes", value=float(analytic),
                   note="the store's formula for the kept tokens: rows, codes, scales, residual")  # fmt: skip
-    yield replace(byte, metric="spare_bytes", value=float(held.held - analytic - bookkeeping),
-                  note="held beyond analytic bytes, positions and scores: slots for tokens to come, and the one that a "
-                       "step writes before it evicts")  # fmt: skip
+    yield replace(byte, metric="spare_bytes", value=float(held.held - analytic - apart),
+                  note="held beyond analytic bytes, positions, scores and states: slots for tokens to come, and the "
+                       "one that a step writes before it evicts")  # fmt: skip
     if allocated is not None:
         yield replace(byte, metric="allocator_bytes", value=float(allocated),
                       note="what the allocator set aside for the held bytes, its rounding included")  # fmt: skip
@@ -154,28 +153,36 @@ def _warm_up(bench: Bench, entry: Entry, ids: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers that a full cache holds: `growing` of each of the `seen` tokens, and `bounded` in all in the layers that
-    the model's own window bounds."""
+    """What a full cache holds: of each of the `seen` tokens `growing` numbers, in the layers that the model's own
+    window bounds `bounded` in all, of `itemsize` bytes each; and `state` numbers of states in `state_bytes`."""
 
     seen: int
     growing: int
     bounded: int
+    itemsize: int
+    state: int
+    state_bytes: int
 
     @classmethod
     def of(cls, record: PrefillRecord, seen: int) -> "Sizes":
         windows = [(layer.token_numbers, layer.scoring.window) for layer in record.layers]
         growing = sum(numbers for numbers, window in windows if window is None)
         bounded = sum(numbers * min(seen, window - 1) for numbers, window in windows if window is not None)
-        return cls(seen, growing, bounded)
+        tensors = [tensor for state in record.states for tensor in state.tensors()]
+        return cls(seen, growing, bounded, record.layers[0].key.element_size(),
+                   sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors))  # fmt: skip
 
     @property
-    def full(self) -> int:
-        return self.growing * self.seen + self.bounded
+    def growing_bytes(self) -> int:
+        return self.growing * self.seen * self.itemsize
+
+    @property
+    def full_bytes(self) -> int:
+        return self.growing_bytes + self.bounded * self.itemsize + self.state_bytes
 
 
-def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes, itemsize: int) -> list[Row]:
-    """itemsize: bytes of a number in a full cache."""
-    dense = sizes.full * itemsize
+def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row]:
+    dense = sizes.full_bytes
     found: list[tuple[str, float, str]] = [
         ("held_bytes", held.held, "bytes"), ("slack_bytes", held.slack, "bytes"), ("dense_bytes", dense, "bytes"),
         *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
@@ -183,8 +190,8 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes, itemsize: i
         ("positions_processed", cache.positions_processed, "positions"),
     ]  # fmt: skip
     if held.used:
-        kept = sizes.growing * cache.kept_tokens + sizes.bounded
+        kept = sizes.growing * cache.kept_tokens + sizes.bounded + sizes.state
         found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / kept, "bits")]
-    if sizes.bounded:  # what of the full cache the methods have any say in
-        found.append(("compressible_share", sizes.growing * sizes.seen / sizes.full, "share"))
+    if sizes.bounded or sizes.state:  # what of the full cache the methods have any say in
+        found.append(("compressible_share", sizes.growing_bytes / dense, "share"))
     return [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]

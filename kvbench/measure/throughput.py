@@ -64,7 +64,8 @@ def _has_room(bench: Bench, context: int, batch: int) -> bool:
     import psutil  # type: ignore[import-untyped]
 
     shape = bench.loaded
-    dense = 2 * shape.n_layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * context * batch
+    layers = shape.n_layers - shape.state_layers
+    dense = 2 * layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * context * batch
     return bool(3 * dense < psutil.virtual_memory().available)
 
 

@@ -16,7 +16,7 @@ from kvbench.report.style import FAINT, INK, Looks
 # Fixed order and look of the parts of a cache.
 PARTS = {
     "dense": "#999999", "codes": "#332288", "scales": "#56B4E9", "residual": "#E69F00", "scores": "#882255",
-    "positions": "#117733",
+    "positions": "#117733", "state": "#CC79A7",
 }  # fmt: skip
 OTHER = "#D0D0D0"
 

@@ -72,7 +72,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
     ),
 }
 MOST_WARNINGS = 8
-PARTS = ("codes", "scales", "residual", "dense", "scores", "positions")
+PARTS = ("codes", "scales", "residual", "dense", "scores", "positions", "state")
 TITLES = {"perplexity": "Perplexity", "needle": "Needle", "memory": "Memory", "latency": "Latency"}
 
 

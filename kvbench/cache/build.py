@@ -265,7 +265,8 @@ def check_model(model: PreTrainedModel, rule: KeepRule) -> None:
 
 
 def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[RotateBack | None]:
-    return [rotate_back(model, i, instead) if needed else None for i in range(n_layers(model))]
+    elsewhere = {state.index for state in empty_states(model.config)}  # without queries and keys
+    return [rotate_back(model, i, instead) if needed and i not in elsewhere else None for i in range(n_layers(model))]
 
 
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],

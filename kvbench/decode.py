@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import AnyCache, PrefixCache
+from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.forward import check_ids, forward
 from kvbench.errors import UserError
 

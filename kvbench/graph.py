@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.build import AnyCache, KVCache
+from kvbench.cache.caches import AnyCache, KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture, Counts
 from kvbench.cache.forward import check_ids

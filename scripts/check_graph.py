@@ -17,7 +17,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
-from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.store import DenseStore, Store

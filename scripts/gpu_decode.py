@@ -27,7 +27,8 @@ from transformers import StaticCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.forward import cache_argument
 from kvbench.cache.observe import ColumnSums, Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, clock

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from kvbench.api import load_method
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.paged import Blocks, PagedSlots, PagedStore, PoolEmpty
 from kvbench.cache.prefix import PrefixIndex, PrefixPool, blocks_needed, slots_of
 from kvbench.cache.store import DenseStore, Store

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import KVCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture
 from kvbench.cache.layer import CacheFull, SlotLayer

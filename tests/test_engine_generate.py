@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import AnyCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore
 from kvbench.decode import generate, step

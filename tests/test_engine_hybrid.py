@@ -11,7 +11,8 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.basis import bases_of
-from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture
 from kvbench.cache.forward import forward

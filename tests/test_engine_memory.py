@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.layer import CacheFull, SlotLayer
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import Buffer, DenseStore, Store

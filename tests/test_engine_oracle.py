@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import KVCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
 from kvbench.decode import step

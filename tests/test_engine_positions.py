@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from kvbench.cache.build import AnyCache, KVCache, Method, PrefillRecord, PrefixCache, build_cache, prefill
+from kvbench.cache.build import Method, PrefillRecord, build_cache, prefill
+from kvbench.cache.caches import AnyCache, KVCache, PrefixCache
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
 from kvbench.decode import generate, step

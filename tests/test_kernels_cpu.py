@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.cache.build import KVCache, Method, build_cache, decode_kernel
+from kvbench.cache.build import Method, build_cache, decode_kernel
+from kvbench.cache.caches import KVCache
 from kvbench.cache.codebook import CodedRows
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store

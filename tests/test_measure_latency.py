@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 
 from kvbench import graph
 from kvbench.cache import build
-from kvbench.cache.build import Method, PrefixCache
+from kvbench.cache.build import Method
+from kvbench.cache.caches import PrefixCache
 from kvbench.cache.store import DenseStore
 from kvbench.decode import generate
 from kvbench.measure import generation as generated

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvbench.api import load_method
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, build_cache
+from kvbench.cache.build import Method, build_cache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.layer import CacheFull, SlotLayer
 from kvbench.cache.pool import BLOCK_SIZE
 from kvbench.cache.ragged import RaggedLayer

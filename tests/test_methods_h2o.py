@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.rule import EMPTY, KEEP, keep_best, lowest
 from kvbench.cache.store import DenseStore
 from kvbench.decode import step

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.basis import Basis, bases_of, eigenbasis, load_bases, save_bases, second_moment
-from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, SlotShape

@@ -24,7 +24,8 @@ from transformers import (
 
 from kvbench.__main__ import main
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, build_cache, check_model, prefill
+from kvbench.cache.build import Method, build_cache, check_model, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture
 from kvbench.cache.hadamard import hadamard

@@ -11,7 +11,8 @@ from hydra.errors import InstantiationException
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.basis import bases_of
-from kvbench.cache.build import KVCache, Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule

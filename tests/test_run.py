@@ -21,10 +21,10 @@ from rich.console import Console
 from kvbench import progress
 from kvbench.__main__ import main
 from kvbench.errors import UserError
+from kvbench.limits import check_lengths, small_prompts
 from kvbench.measure import perplexity as perplexity_module
 from kvbench.progress import Progress
 from kvbench.results import find_runs, load, read_status
-from kvbench.run import check_lengths, small_prompts
 from kvbench.settings import Latency, Memory, Perplexity
 from tests.text import light, methods
 

@@ -4,27 +4,27 @@
     cache = build_cache(model, method, record, max_new_tokens=128)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.caches import AnyCache, KVCache, Layer, PrefixCache
 from kvbench.cache.formula import store_of
 from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.mla import Latents, check_store, latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
-from kvbench.cache.ragged import RaggedLayer, ragged_layer
+from kvbench.cache.ragged import ragged_layer
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
-from kvbench.cache.state import StateLayer, empty_states, in_model_order
+from kvbench.cache.state import StateLayer, empty_states
 from kvbench.cache.stock import StockCache, StockStore
-from kvbench.cache.store import Buffer, SlotShape, Store
+from kvbench.cache.store import SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
 from kvbench.shape import mla_layout, shape_of
@@ -61,99 +61,6 @@ class Method:
                 f"method={self.name} evicts single tokens during decode, and {type(self.store).__name__} can only "
                 f"append; choose a store with single slots (store=dense, int8, int4, int2)"
             )
-
-
-Layer = SlotLayer | RaggedLayer
-"""A layer's cache: all heads keep equally many tokens, or each its own number."""
-
-
-class KVCache(Cache):
-    """A compressed cache, ready to decode after its prompt.
-
-    last_logits: [B, V], what the model predicts after the prompt. positions_processed: token positions of a row that
-    were run through the model for this cache, the prompt's first. compress_ms: wall time of building it.
-    attention_layers: those with keys and values. states: those that keep a state of fixed size. layers: both, as the
-    model counts them.
-    """
-
-    layers: list[Layer | StateLayer]
-
-    def __init__(self, layers: list[Layer], last_logits: Tensor, prompt_tokens: int,
-                 states: Sequence[StateLayer] = ()) -> None:  # fmt: skip
-        super().__init__(layers=in_model_order(layers, states))
-        self.attention_layers, self.states = layers, states
-        self.last_logits = last_logits
-        self.prompt_tokens = prompt_tokens
-        self.positions_processed = prompt_tokens
-        self.compress_ms = 0.0
-
-    @property
-    def kernel_name(self) -> str:
-        """What decode attention runs on."""
-        return self.attention_layers[0].kernel.name
-
-    @property
-    def seen(self) -> int:
-        """Tokens of a row so far, its prompt's included."""
-        return self.attention_layers[0].seen
-
-    @property
-    def has_compressed(self) -> bool:
-        """Whether any layer has evicted or quantised a token."""
-        return any(layer.has_compressed for layer in self.compressible)
-
-    @property
-    def compressible(self) -> list[Layer]:
-        """The layers that the method applies to; those with a window or a state are bounded already."""
-        return [layer for layer in self.attention_layers if not isinstance(layer.rule, SlidingWindow)]
-
-    @property
-    def kept_tokens(self) -> float:
-        """Tokens held per KV head now, the mean over compressible layers."""
-        layers = self.compressible or self.attention_layers
-        return sum(layer.kept for layer in layers) / len(layers)
-
-    def check_room(self, ids: Tensor) -> None:
-        """Raise UserError unless ids [B, q] continue this batch, and CacheFull unless they fit: in every layer, so
-        that none has changed when one of them is full."""
-        batch = self.last_logits.shape[0]
-        if ids.shape[0] != batch:
-            raise UserError(f"ids has {ids.shape[0]} rows and the cache {batch}; give one row for each prompt")
-        for layer in self.attention_layers:
-            layer.check_room(ids.shape[1])
-
-    def buffers(self) -> Iterator[Buffer]:
-        """Every tensor that the cache holds."""
-        for layer in self.layers:
-            yield from layer.buffers()
-
-
-class PrefixCache:
-    """What `recompute` carries instead of keys and values: the ids so far, [B, T]."""
-
-    has_compressed = False
-    compress_ms = 0.0
-    kernel_name = "sdpa"
-
-    def __init__(self, ids: Tensor, last_logits: Tensor) -> None:
-        self.ids = ids
-        self.last_logits = last_logits
-        self.prompt_tokens = self.positions_processed = ids.shape[1]
-
-    @property
-    def seen(self) -> int:
-        return self.ids.shape[1]
-
-    @property
-    def kept_tokens(self) -> float:
-        return 0.0
-
-    def buffers(self) -> Iterator[Buffer]:
-        """The ids are not a cache: nothing is held."""
-        return iter(())
-
-
-AnyCache = KVCache | PrefixCache | StockCache
 
 
 @torch.inference_mode()

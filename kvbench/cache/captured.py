@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import KVCache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.counts import CannotCapture, CapturedSlots, Counts, Start
 from kvbench.cache.forward import forward
 from kvbench.cache.layer import SlotLayer

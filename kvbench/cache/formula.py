@@ -12,7 +12,8 @@ from kvbench.cache.record import LayerRecord, PrefillRecord
 from kvbench.cache.store import DenseStore, SlotShape, Store
 
 if TYPE_CHECKING:
-    from kvbench.cache.build import KVCache, Method
+    from kvbench.cache.build import Method
+    from kvbench.cache.caches import KVCache
 
 
 def store_of(record: LayerRecord, method: "Method", latents: Latents | None) -> Store:

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import KVCache, Method, decode_kernel, prefill
+from kvbench.cache.build import Method, decode_kernel, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.forward import check_ids, forward, n_layers
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.paged import Blocks, PagedSlots, PagedStore

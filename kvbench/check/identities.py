@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import AnyCache, KVCache, Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import AnyCache, KVCache
 from kvbench.cache.forward import forward
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rule import KeepRule

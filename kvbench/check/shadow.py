@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvbench.cache.build import KVCache, Layer
+from kvbench.cache.caches import KVCache, Layer
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.mla import Latents
 from kvbench.cache.record import LayerRecord, PrefillRecord

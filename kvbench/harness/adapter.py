@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import AnyCache, Method, build_cache, check_model, prefill
+from kvbench.cache.build import Method, build_cache, check_model, prefill
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.calibrate import calibrate
 from kvbench.decode import step

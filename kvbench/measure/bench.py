@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import AnyCache, Method, PrefixCache
+from kvbench.cache.build import Method
+from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.rule import EMPTY
 from kvbench.kept import Kept
 from kvbench.model import LoadedModel, ModelSpec

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import AnyCache, PrefixCache, build_cache, prefill
+from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.record import PrefillRecord, clock
 from kvbench.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.measure.bench import Bench, Entry, Finding

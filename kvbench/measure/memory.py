@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvbench.cache.account import Held, allocator_bytes, held_bytes
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import AnyCache, KVCache, build_cache, prefill
+from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.caches import AnyCache, KVCache
 from kvbench.cache.formula import kept_bytes
 from kvbench.cache.record import PrefillRecord
 from kvbench.decode import step

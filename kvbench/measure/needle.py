@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import AnyCache, build_cache, prefill
+from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.decode import generate
 from kvbench.measure.bench import Bench, Entry, Finding

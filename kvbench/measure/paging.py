@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import KVCache, Method, prefill
+from kvbench.cache.build import Method, prefill
+from kvbench.cache.caches import KVCache
 from kvbench.cache.paged import PagedStore
 from kvbench.cache.prefix import PrefixPool, blocks_needed, slots_of
 from kvbench.cache.store import SlotShape, Store

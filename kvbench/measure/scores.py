@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.account import held_bytes
-from kvbench.cache.build import AnyCache, PrefixCache
+from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.forward import forward
 from kvbench.decode import step
 from kvbench.measure.bench import Bench, Entry

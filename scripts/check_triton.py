@@ -112,6 +112,12 @@ def variants() -> Iterator[Variant]:
     for bits in (8, 2):
         yield f"kivi int{bits}", FP16, lambda b=bits: plain("kivi", FP16, b)
         yield f"int{bits} per token", FP16, lambda b=bits: plain("per token", FP16, b)
+    for bits, dtype in ((4, FP16), (3, FP16), (3, BF16), (3, FP32)):
+        yield f"codebook of {bits} bits", dtype, lambda b=bits, d=dtype: plain("codebook", d, b)
+    for dtype in (FP16, FP32):
+        yield "int3 per token", dtype, lambda d=dtype: plain("per token", d, 3)
+    yield "codebook of 4 bits, D 64", FP16, lambda: plain("codebook", FP16, dim=64)
+    yield "int3 per token, D 64 group 64", FP16, lambda: plain("per token", FP16, 3, group=64, dim=64)
     yield "kivi K2 V8", FP16, lambda: errors((d := draw(FP16, 900))[0], kivi(d[1], d[2], (2, 8)))
     for kind in ("only keys packed", "only values packed"):
         yield kind, BF16, lambda k=kind: plain(k, BF16)

@@ -23,7 +23,7 @@ from kvbench.kernels.triton_decode import Launch, TritonKernel, available, plan,
 from kvbench.kernels.triton_pieces import Sections, Work, sections_of, side_of
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.turbo import Turbo
-from tests.triton_cases import Parts, dense, kivi_slots, per_token, whole_kivi
+from tests.triton_cases import Parts, dense, kivi_slots, per_token, whole_coded, whole_kivi
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
 
@@ -58,15 +58,18 @@ def test_many_numbers_under_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "reason"), [(PerToken(3, 3), "groups of 32 codes of 3 bits"), (Turbo(4, 4), "codes of a codebook")]
-)
-def test_what_the_kernels_do_not_read_is_named(store: Store, reason: str) -> None:
+    ("store", "dim", "reason"),
+    [(PerToken(3, 3), 64, None), (Turbo(4, 4), 64, None), (Turbo(3, 3), 128, None), (Turbo(4, 4), 80, None),
+     (Turbo(4, 3), 80, "groups of 16 codes of 3 bits")],
+)  # fmt: skip
+def test_what_the_kernels_do_not_read_is_named(store: Store, dim: int, reason: str | None) -> None:
     """Their rows say that the reference ran."""
-    slots = store.allocate(SlotShape(1, 2, 64, 64, 40, 1, torch.float16, torch.device("cpu")))
-    slots.append(*torch.ones(2, 1, 2, 40, 64, dtype=torch.float16))
-    query = torch.ones(1, 4, 1, 64, dtype=torch.float16)
+    slots = store.allocate(SlotShape(1, 2, dim, dim, 40, 1, torch.float16, torch.device("cpu")))
+    slots.append(*torch.ones(2, 1, 2, 40, dim, dtype=torch.float16))
+    query = torch.ones(1, 4, 1, dim, dtype=torch.float16)
     assert refusal(query, slots.key_parts(), slots.value_parts()) == reason
-    assert reason in str(TritonKernel().refusal(query, slots.key_parts(), slots.value_parts()))
+    said = TritonKernel().refusal(query, slots.key_parts(), slots.value_parts())
+    assert said is None if reason is None else reason in str(said)
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled
@@ -170,6 +173,25 @@ def test_codes_are_copied_16_bytes_at_a_time(name: str, compiler: None, tmp_path
     assert copied[16] >= codes
     assert sum(copied.values()) - copied[16] <= pairs
     assert sum(copied.values()) == codes + pairs
+
+
+@needs_triton
+@pytest.mark.parametrize("name, bits", [("per token", 3), ("codebook", 4), ("codebook", 3)])
+def test_3_bit_codes_and_codebooks(name: str, bits: int, compiler: None, tmp_path: Path) -> None:
+    """No register spills; codes come by asynchronous copies of at least a word, each of them once."""
+    lengths = None
+    if name == "per token":
+        parts = per_token(rows(256), rows(256), (bits, bits))
+    else:
+        parts, lengths = whole_coded(rows(200), rows(200), bits, 256)
+    decode, combine = launches(parts, lengths=lengths)
+    c = decode.constants
+    kernel = compiled(replace(decode, constants=c | {"ONE": "", "NONE": False}))
+    assert stack_bytes(kernel, tmp_path) == stack_bytes(compiled(combine), tmp_path) == 0
+    codes = c["STAGES"] * c["T"] * 2 * 128 * bits // 8
+    pairs = c["STAGES"] * c["T"] * 2 * 4 * 4 if name == "per token" else 0  # norms are loaded, not copied
+    assert sum(copied_bytes(kernel.asm["ptx"]).values()) == codes + pairs
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in kernel.asm["ptx"]
 
 
 @needs_triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.cache.codebook import CodedRows
 from kvbench.cache.groups import Groups
 from kvbench.cache.store import SlotShape
 from kvbench.kernels import reference
@@ -58,6 +59,27 @@ def per_token(key: Tensor, value: Tensor, bits: tuple[int, int] = (4, 4), group:
     return packed(key, "channel", bits[0], group), packed(value, "channel", bits[1], group)
 
 
+def coded_rows(rows: Tensor, bits: int, capacity: int) -> CodedRows:
+    """The rows as codes of a codebook, in buffers of which the rest is to be caught if it is read."""
+    (batch, heads), width = rows.shape[:2], rows.shape[3]
+    held = CodedRows(bits, width, SlotShape(batch, heads, width, width, capacity, 1, rows.dtype, rows.device))
+    held.codes.fill_(255), held.norm.fill_(torch.nan)
+    held.write(0, rows)
+    return held
+
+
+def coded(key: Tensor, value: Tensor, bits: tuple[int, int] = (4, 4)) -> Parts:
+    key_rows, value_rows = (coded_rows(rows, b, rows.shape[2] + 5) for rows, b in zip((key, value), bits, strict=True))
+    return [key_rows.part(key.shape[2])], [value_rows.part(value.shape[2])]
+
+
+def whole_coded(key: Tensor, value: Tensor, bits: int, capacity: int) -> tuple[Parts, Tensor]:
+    """A codebook's rows as whole buffers, and the three lengths."""
+    n = key.shape[2]
+    parts: Parts = [coded_rows(key, bits, capacity).part(capacity)], [coded_rows(value, bits, capacity).part(capacity)]
+    return parts, torch.tensor([n, n, n], dtype=torch.int32, device=key.device)
+
+
 def dense(key: Tensor, value: Tensor) -> Parts:
     return [Dense(key)], [Dense(value)]
 
@@ -69,6 +91,8 @@ def store(kind: str, key: Tensor, value: Tensor, bits: int = 4, group: int = 32)
         return kivi(key, value, (bits, bits), group)
     if kind == "per token":
         return per_token(key, value, (bits, bits), group)
+    if kind == "codebook":
+        return coded(key, value, (bits, bits))
     if kind == "only keys packed":
         return [*packed(key[:, :, :split], "token", bits, group), Dense(key[:, :, split:])], [Dense(value)]
     if kind == "only values packed":

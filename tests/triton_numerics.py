@@ -6,11 +6,8 @@ runs this file in a process of its own.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -30,8 +27,23 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.turbo import Turbo
 from tests.models import random_llama
-from tests.triton_cases import check, dense, error, kivi, kivi_slots, packed, per_token, randn, store, whole_kivi
+from tests.triton_cases import (
+    check,
+    coded,
+    dense,
+    error,
+    kivi,
+    kivi_slots,
+    packed,
+    per_token,
+    randn,
+    store,
+    whole_coded,
+    whole_kivi,
+)
+from tests.triton_ptx import PtxInNumpy
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 BITS = pytest.mark.parametrize("bits", [8, 4, 2])
@@ -55,6 +67,32 @@ def test_kernels_are_interpreted() -> None:
 def test_every_width_and_axis(kind: str, bits: int, dtype: torch.dtype) -> None:
     query, key, value = draw(dtype, 171)
     check(query, store(kind, key, value, bits))
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind, bits", [("per token", 3), ("codebook", 4), ("codebook", 3)])
+def test_3_bit_codes_and_codebooks(kind: str, bits: int, dim: int, dtype: torch.dtype) -> None:
+    query, key, value = draw(dtype, 130, (4, 2), dims=(dim, dim))
+    check(query, store(kind, key, value, bits))
+
+
+@DTYPES
+def test_codes_of_different_kinds(dtype: torch.dtype) -> None:
+    query, key, value = draw(dtype, 70, (3, 1), q=2, dims=(128, 64))
+    check(query, per_token(key, value, (3, 8), 64))
+    check(query, (packed(key, "channel", 3, 128), packed(value, "channel", 3, 32)))
+    check(query, (coded(key, value, (3, 4))[0], [Dense(value)]))
+    check(query, (per_token(key, value)[0], coded(key, value, (4, 3))[1]))
+    query, key, value = draw(dtype, 70, dims=(96, 96))
+    check(query, coded(key, value, (4, 3)))
+
+
+@DTYPES
+def test_3_bit_codes_and_dense_rows(dtype: torch.dtype) -> None:
+    query, key, value = draw(dtype, 100, (4, 2))
+    check(query, ([*packed(key[:, :, :70], "channel", 3, 32), Dense(key[:, :, 70:])], [Dense(value)]))
+    check(query, ([Dense(key)], [*coded(key, value[:, :, :70], (4, 4))[1], Dense(value[:, :, 70:])]))
 
 
 @DTYPES
@@ -177,6 +215,20 @@ def test_lengths_by_pointer(length: int) -> None:
     assert got[1][..., length:].eq(0).all()
 
 
+@pytest.mark.parametrize("kind, bits", [("per token", 3), ("codebook", 4), ("codebook", 3)])
+def test_lengths_of_3_bit_codes_and_codebooks_by_pointer(kind: str, bits: int) -> None:
+    query, key, value = draw(torch.float16, 77, (4, 2))
+    parts, lengths = whole_coded(key, value, bits, 140)
+    if kind == "per token":
+        longer = [torch.cat([rows, torch.full_like(rows, 60000.0)], 2) for rows in (key, value)]
+        parts = per_token(longer[0], longer[1], (bits, bits))
+    got = TritonKernel().attend(query, *parts, Scoring(0.1), lengths=lengths)
+    want = reference.attend(query.float(), *store(kind, key, value, bits), Scoring(0.1))
+    assert error(got[0], want[0]) < 2e-3
+    assert got[1] is not None and error(got[1][..., :77], want[1]) < 1e-3
+    assert got[1][..., 77:].eq(0).all()
+
+
 def test_a_length_for_each_head() -> None:
     query, key, value = draw(torch.float32, 150, (4, 2), batch=2)
     lengths = torch.tensor([[1, 150], [64, 77]], dtype=torch.int32)
@@ -198,6 +250,8 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
         (query, three, [Dense(value)], "ring"),
         (query, [Dense(key)], packed(value, "token", 4, 32), "along tokens"),
         (query, packed(key, "channel", 2, 8), [Dense(value)], "groups of 8 codes of 2 bits"),
+        (query, packed(key, "token", 3, 32), [Dense(value)], "groups of 32 codes of 3 bits"),
+        (query, coded(key, value)[0], coded(key[..., :16], value[..., :16], (3, 3))[1], "groups of 16 codes of 3 bits"),
         (query, [Dense(key.mT.contiguous().mT)], [Dense(value)], "neighbours"),
     ]
     for q, keys, values, reason in cases:
@@ -211,6 +265,7 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
 CAPTURED = {
     "kivi4": Method("m", Full(), Kivi(4, 4, 32, 32)), "h2o+int4": Method("m", H2O(36), PerToken(4, 4)),
     "streaming_llm": Method("m", StreamingLLM(36), DenseStore()),
+    "turbo": Method("m", Full(), Turbo(4, 3)),
 }  # fmt: skip
 
 
@@ -234,50 +289,6 @@ def test_the_captured_step(name: str) -> None:
     assert captured.has_compressed and torch.equal(kept, wanted)
 
 
-def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    out = np.zeros_like(a)
-    for row in range(8):
-        here = (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-        out |= np.where(table >> row & 1, here, 0)
-    return out
-
-
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    a, b, c = (np.ascontiguousarray(x).view(np.float16).astype(np.float64) for x in (a, b, c))
-    return (a * b + c).astype(np.float16).view(np.uint32)
-
-
-def prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    both, out = a.astype(np.uint64) | b.astype(np.uint64) << 32, np.zeros_like(a)
-    for byte in range(4):
-        shift = (selector >> 4 * byte & 7).astype(np.uint64) * 8
-        out |= (both >> shift & 255).astype(np.uint32) << 8 * byte
-    return out
-
-
-class PtxInNumpy:
-    """Inline PTX as its manual defines it, on arrays of uint32."""
-
-    INSTRUCTIONS: ClassVar = {"lop3.b32": lop3, "fma.rn.f16x2": fma, "prmt.b32": prmt}
-
-    def __init__(self) -> None:
-        self.ran: set[str] = set()
-
-    def __call__(self, text: str, constraints: str, values: list, types: list, pure: bool, pack: int) -> PtxInNumpy:
-        shape = np.broadcast_shapes(*(value.data.shape for value in values))
-        names = {f"${i + 1}": np.broadcast_to(v.data.astype(np.uint32), shape) for i, v in enumerate(values)}
-        for name, operands in re.findall(r"([a-z]\w*\.[\w.]+) ([^;]+);", text.replace(".reg .b32 x;", "")):
-            to, *sources = [operand.strip() for operand in operands.split(",")]
-            read = [names[s] if s in names else np.full(shape, int(s, 16), np.uint32) for s in sources]
-            names[to] = self.INSTRUCTIONS[name](*read)
-            self.ran.add(name)
-        self.result = interpreter.TensorHandle(names["$0"], types[0].scalar)
-        return self
-
-    def get_result(self, index: int) -> interpreter.TensorHandle:
-        return self.result
-
-
 @BITS
 @pytest.mark.parametrize("kind", ["kivi", "per token"])
 def test_the_ptx_says_the_same(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +299,16 @@ def test_the_ptx_says_the_same(kind: str, bits: int, monkeypatch: pytest.MonkeyP
     query, key, value = draw(torch.float16, 100, dims=(128, 128))
     check(query, store(kind, key, value, bits))
     assert ptx.ran == {"lop3.b32", "fma.rn.f16x2", "prmt.b32"}
+
+
+@pytest.mark.parametrize("kind, bits", [("per token", 3), ("codebook", 4), ("codebook", 3)])
+def test_the_ptx_of_3_bit_codes_and_codebooks(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ptx = PtxInNumpy()
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", lambda _, *arguments: ptx(*arguments))
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+    query, key, value = draw(torch.float16, 100, dims=(128, 128))
+    check(query, store(kind, key, value, bits))
+    assert ("mul.rn.f16x2" in ptx.ran) == (kind == "codebook")
 
 
 @st.composite

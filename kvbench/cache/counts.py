@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Packed, Part
+from kvbench.kernels.parts import Coded, Packed, Part
 
 if TYPE_CHECKING:
     from kvbench.cache.store import Slots
@@ -90,7 +90,7 @@ class CapturedSlots:
 
     def __init__(self, slots: "Slots", keys: Sequence[Part], values: Sequence[Part]) -> None:
         self.slots, self.keys, self.values = slots, keys, values
-        self.is_packed = isinstance(keys[0], Packed)
+        self.is_packed = isinstance(keys[0], Packed | Coded)
 
     @property
     def lengths(self) -> tuple[int, int, int]:

@@ -226,9 +226,9 @@ def _constants(work: Work) -> dict[str, Any]:
     exact = query.dtype == torch.float32
     key_dtype = _dense_dtype(work.key.dense, query)
     value_dtype = _dense_dtype(work.value.dense, query)
-    by_token = key is not None and key.axis == "token"
+    by_token = work.key.by_token
     bits = [16 if packed is None else packed.bits for packed in (key, value)]
-    tile = 32 if exact or 8 in bits else 64
+    tile = 32 if exact or 8 in bits or 3 in bits else 64
     if key is not None and by_token:  # enough words along the tokens for the 8 threads that share a channel
         tile = max(key.group_size, 32 if exact else 256 // key.bits)
     slot_bytes = 2 * max(key_dtype.itemsize, value_dtype.itemsize) * max(width, value_width)

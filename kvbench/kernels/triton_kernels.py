@@ -22,6 +22,7 @@ from kvbench.kernels.triton_tiles import (
     value_channel_at,
     values_by_channel,
 )
+from kvbench.kernels.triton_words import byte_tables
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
@@ -54,10 +55,10 @@ def decode(
         visible: bool [B, Hkv, TOKENS, slots] with strides, or None. scores: float32 [B, Hkv, ROWS, columns] or None.
         lengths: None, or int32 [B, Hkv, 3] to be read instead of packed_keys, packed_values and slots.
         partial, maxima, sums: float32 [B, Hkv, programs, ROWS, DV] and twice [B, Hkv, programs, ROWS].
-        key_packed: (codes, scale, minimum) or None, in `Packed`'s layout; codes, and the pairs of keys grouped along
-            tokens, as 4-byte words. key_rows: the dense piece, of which row `key_start` comes first; a ring of
-            `key_size` rows unless that is None. key_strides: batch and head of codes, of pairs, of rows, and slot of
-            rows. The same for values.
+        key_packed: (codes, scale, minimum, None) in `Packed`'s layout, (codes, norm, None, levels) in `Coded`'s, or
+            None; codes, and the pairs of keys grouped along tokens, as 4-byte words. key_rows: the dense piece, of
+            which row `key_start` comes first; a ring of `key_size` rows unless that is None. key_strides: batch and
+            head of codes, of pairs or norms, of rows, and slot of rows. The same for values.
         both_programs, one_programs, none_programs: programs of each section, 0 where there is no such section.
         scale: of the scores, times log2(e); with a softcap divided by it (and `softcap` is times log2(e)).
         BOTH, ONE, NONE: which sections there are; ONE is the side packed alone, "keys" or "values", or "".
@@ -95,11 +96,11 @@ def decode(
 
     row = tl.program_id(2) * N + tl.arange(0, N)
     if key_packed is not None:
-        key_packed = of_head(key_packed, key_strides, batch, head)
+        key_packed = of_head(key_packed, key_strides, batch, head, K_BITS, PTX)
     if key_rows is not None:
         key_rows += batch * key_strides[4] + head * key_strides[5]
     if value_packed is not None:
-        value_packed = of_head(value_packed, value_strides, batch, head)
+        value_packed = of_head(value_packed, value_strides, batch, head, V_BITS, PTX)
     if value_rows is not None:
         value_rows += batch * value_strides[4] + head * value_strides[5]
     key = (key_packed, key_rows, key_strides[6], key_start, key_size, packed_keys)
@@ -124,11 +125,18 @@ def decode(
 
 
 @triton.jit
-def of_head(packed, strides, batch, head):
-    """(codes, scale, minimum) of one KV head."""
-    codes, scale, minimum = packed
+def of_head(packed, strides, batch, head, BITS: tl.constexpr, PTX: tl.constexpr):
+    """(codes, scale, minimum, levels) of one KV head, the levels as `levels_at` wants them."""
+    codes, scale, minimum, levels = packed
+    codes += batch * strides[0] + head * strides[1]
     at = batch * strides[2] + head * strides[3]
-    return codes + batch * strides[0] + head * strides[1], scale + at, minimum + at
+    if levels is None:
+        result = codes, scale + at, minimum + at, None
+    elif PTX:
+        result = codes, scale + at, None, byte_tables(levels, BITS)
+    else:
+        result = codes, scale + at, None, levels
+    return result
 
 
 @triton.jit

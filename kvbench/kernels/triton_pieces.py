@@ -14,6 +14,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 LARGEST_GROUP = 128
 
+CHANNEL_BITS: tuple[int, ...] = (*BITS, 3)
+"""Code widths that can be packed along channels; along tokens they are `BITS`."""
+
+LEVEL_BITS: tuple[int, ...] = (4, 3)
+"""Code widths of a codebook."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -23,7 +29,7 @@ class Side:
     the slots after the packed ones begin at row `start`. dense_length: how many those are.
     """
 
-    packed: Packed | None
+    packed: Packed | Coded | None
     dense: Tensor | None
     start: int
     size: int | None
@@ -37,14 +43,22 @@ class Side:
     def length(self) -> int:
         return self.packed_length + self.dense_length
 
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Codes, scale and minimum as the kernels read them: by words of 4 bytes where that is how they are used."""
+    @property
+    def by_token(self) -> bool:
+        """Whether groups run along tokens."""
+        return isinstance(self.packed, Packed) and self.packed.axis == "token"
+
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+        """Codes, scale (or norm), minimum and levels as the kernels read them: by words of 4 bytes where they do so."""
         if self.packed is None:
             return None
-        codes, pairs = self.packed.codes.view(torch.int32), (self.packed.scale, self.packed.minimum)
-        if self.packed.axis == "token":
-            return codes, pairs[0].view(torch.int32), pairs[1].view(torch.int32)
-        return codes, *pairs
+        codes = self.packed.codes.view(torch.int32)
+        if isinstance(self.packed, Coded):
+            return codes, self.packed.norm, None, self.packed.levels
+        scale, minimum = self.packed.scale, self.packed.minimum
+        if self.by_token:
+            return codes, scale.view(torch.int32), minimum.view(torch.int32), None
+        return codes, scale, minimum, None
 
     def strides(self) -> tuple[int, ...]:
         """Batch and head of codes, of pairs, and of rows, then slot of rows, in elements of `pointers`; 0 if absent."""
@@ -55,7 +69,7 @@ class Side:
 
 def side_of(parts: Sequence[Part]) -> Side | None:
     """The parts as one side; None where they are anything else than packed rows followed by a ring of dense ones."""
-    packed = parts[0] if parts and isinstance(parts[0], Packed) else None
+    packed = parts[0] if parts and isinstance(parts[0], Packed | Coded) else None
     dense = [part.rows for part in parts if isinstance(part, Dense)]
     if len(dense) + (packed is not None) != len(parts) or len(dense) > 2 or total_length(parts) == 0:
         return None
@@ -109,11 +123,12 @@ def refused(part: Part) -> str | None:
         if part.rows.dtype not in FLOATS and not is_readable_float8(part.rows):
             return f"rows of {part.rows.dtype}"
         return None if part.rows.stride(3) == 1 else "rows whose channels are not neighbours in memory"
-    if isinstance(part, Coded):
-        return "codes of a codebook"
     size, bits = part.group_size, part.bits
-    if bits not in BITS or size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
+    widths = LEVEL_BITS if isinstance(part, Coded) else BITS if part.axis == "token" else CHANNEL_BITS
+    if bits not in widths or size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
         return f"groups of {size} codes of {bits} bits"
+    if isinstance(part, Coded):
+        return _refused_codebook(part)
     if part.axis == "token" and head_dim(part) % 2:
         return "an odd number of channels"
     inner = part.codes.shape[2:]
@@ -127,6 +142,21 @@ def refused(part: Part) -> str | None:
     whole = (part.codes, 4), (part.scale, pair), (part.minimum, pair)
     if any(offset % unit for tensor, unit in whole for offset in (tensor.storage_offset(), *tensor.stride()[:2])):
         return "codes or pairs that do not begin at a whole word"
+    return None
+
+
+def _refused_codebook(part: Coded) -> str | None:
+    """The same for a codebook's codes of a width that they can read."""
+    codes, norm, levels = part.codes, part.norm, part.levels
+    inner = codes.shape[2:]
+    if codes.stride()[2:] != (inner[1] * inner[2], inner[2], 1) or norm.stride(2) != 1:
+        return "codes or norms that are not contiguous within a head"
+    if norm.dtype != torch.float16:
+        return f"norms of {norm.dtype}"
+    if levels.shape != (2**part.bits,) or levels.dtype != torch.float32 or not levels.is_contiguous():
+        return "levels other than one float32 for each code"
+    if any(offset % 4 for offset in (codes.storage_offset(), *codes.stride()[:2])):
+        return "codes that do not begin at a whole word"
     return None
 
 

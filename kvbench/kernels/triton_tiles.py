@@ -19,88 +19,7 @@ the same bank. Should a compiler lay things out differently, that costs time; no
 import triton
 import triton.language as tl
 
-# ------------------------------------------------------------------------------------------------------ packed words
-
-
-@triton.jit
-def codes_at(words, scale, minimum, LANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Code number LANE of the low byte of each 16-bit half, dequantised: [..., 2] from three tensors of halves.
-
-    The PTX does both halves at once: OR-ed into the mantissa of 1024.0 a code is a number, one multiply-add takes it
-    out again exactly, another applies the pair. The other branch says the same in plain operations.
-    """
-    MASK: tl.constexpr = 2**BITS - 1
-    if PTX:
-        FIELD: tl.constexpr = (MASK << (LANE * BITS)) * 0x10001
-        UNIT: tl.constexpr = (0x3C00 - ((LANE * BITS) << 10)) * 0x10001  # 2^-(LANE * BITS), twice
-        OFFSET: tl.constexpr = (0xE400 - ((LANE * BITS) << 10)) * 0x10001  # -1024 times that
-        both = tl.inline_asm_elementwise(
-            """{ .reg .b32 x;
-            lop3.b32 x, $1, $4, 0x64006400, 0xEA;
-            fma.rn.f16x2 x, x, $5, $6;
-            fma.rn.f16x2 $0, x, $2, $3; }""",
-            "=r,r,r,r,r,r,r",
-            [words, scale, minimum, FIELD, UNIT, OFFSET],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-        result = tl.join(low_half(both), high_half(both))
-    else:
-        code = words >> (LANE * BITS)
-        low = (code & MASK).to(tl.float32) * low_half(scale).to(tl.float32) + low_half(minimum).to(tl.float32)
-        code = code >> 16
-        high = (code & MASK).to(tl.float32) * high_half(scale).to(tl.float32) + high_half(minimum).to(tl.float32)
-        result = tl.join(low.to(DTYPE), high.to(DTYPE))
-    return result
-
-
-@triton.jit
-def low_half(words):
-    return words.to(tl.uint16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def high_half(words):
-    return (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def dequantise(words, scale, minimum, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """All codes of uint32 `words` [...]: [..., byte of the half (2), half (2), code of the byte (8 / BITS)].
-
-    scale, minimum: words of two float16, one for each half, broadcastable to [...].
-    """
-    words = tl.join(words, words >> 8)
-    scale, minimum = tl.expand_dims(scale, -1), tl.expand_dims(minimum, -1)
-    first = codes_at(words, scale, minimum, 0, BITS, DTYPE, PTX)
-    if BITS == 8:
-        result = first
-    elif BITS == 4:
-        result = tl.join(first, codes_at(words, scale, minimum, 1, BITS, DTYPE, PTX))
-    else:
-        even = tl.join(first, codes_at(words, scale, minimum, 2, BITS, DTYPE, PTX))
-        second = codes_at(words, scale, minimum, 1, BITS, DTYPE, PTX)
-        result = tl.join(even, tl.join(second, codes_at(words, scale, minimum, 3, BITS, DTYPE, PTX)))
-    return result
-
-
-@triton.jit
-def pair_up(rows, PTX: tl.constexpr):
-    """uint32 words [..., 2] of two rows -> [..., 2] words: bytes 0 and 1 of both rows side by side, then 2 and 3."""
-    a, b = tl.split(rows)
-    if PTX:
-        lower = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
-        upper = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        lower, upper = (a & 0xFFFF) | (b << 16), (a >> 16) | (b & 0xFFFF0000)
-    return tl.join(lower, upper)
-
-
-@triton.jit
-def load_words(at, mask):
-    return tl.load(at, mask=mask, other=0).to(tl.uint32, bitcast=True)
-
+from kvbench.kernels.triton_words import dequantise, load_words, pair_up, read_bits
 
 # ------------------------------------------------------------------------------------------------ orders within a tile
 
@@ -120,8 +39,9 @@ def slot_at(i, T: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def key_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
-    """The channel in column i of keys packed along channels."""
+def key_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, STORED: tl.constexpr):
+    """The channel in column i of keys packed along channels, those of 3 bits as those of 4 bits."""
+    BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
     LANES: tl.constexpr = min(4, ROW)
     half, i = i % 2, i // 2
@@ -132,8 +52,9 @@ def key_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def value_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
-    """The channel in row i of values packed along channels."""
+def value_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, STORED: tl.constexpr):
+    """The channel in row i of values packed along channels, those of 3 bits as those of 4 bits."""
+    BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
     LANES: tl.constexpr = min(8, ROW)
     word, i = i % LANES, i // LANES
@@ -155,7 +76,7 @@ def channel_of(word, byte, code, G: tl.constexpr, BITS: tl.constexpr):
 def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
                   BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Keys [T, WIDTH] of slots first .. first + T - 1, in the order of `slot_at`; codes [blocks, D, WORDS]."""
-    codes, scale, minimum = packed
+    codes, scale, minimum, levels = packed
     BLOCKS: tl.constexpr = T // G
     WORDS: tl.constexpr = G * BITS // 32
     BLOCK_LANES: tl.constexpr = min(BLOCKS, 8)
@@ -178,7 +99,7 @@ def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: 
     block, pair = tl.arange(0, BLOCKS)[:, None], tl.arange(0, WIDTH // 2)[None, :]
     at, inside = skipped // 2 + block * (D // 2) + pair, (first + block * G < stop) & (pair < D // 2)
     scale, minimum = load_words(scale + at, inside), load_words(minimum + at, inside)
-    keys = dequantise(words, scale[:, :, None, None], minimum[:, :, None, None], BITS, DTYPE, PTX)
+    keys = dequantise(words, scale[:, :, None, None], minimum[:, :, None, None], levels, BITS, DTYPE, PTX)
     keys = tl.reshape(keys, (BLOCKS // BLOCK_LANES, BLOCK_LANES, WIDTH // 2, WORD_LANES, WORDS // WORD_LANES, 2, 2, 2,
                              8 // BITS))  # fmt: skip
     return tl.reshape(tl.permute(keys, (0, 4, 5, 6, 8, 1, 3, 2, 7)), (T, WIDTH))
@@ -186,43 +107,51 @@ def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: 
 
 @triton.jit
 def keys_by_channel(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-                    BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                    STORED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Keys [T, WIDTH] of slots first .. first + T - 1, channels in the order of `key_channel_at`."""
+    BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
     LANES: tl.constexpr = min(4, ROW)
     row = tl.arange(0, T)[:, None]
-    words = row_words(packed, first, row, tl.arange(0, ROW)[None, :], stop, D, BITS)
+    if STORED == 3:
+        words = row_words_of_3_bits(packed, first, row, stop, D, WIDTH, G)
+    else:
+        words = row_words(packed, first, row, tl.arange(0, ROW)[None, :], stop, D, BITS)
     words = tl.reshape(words, (T, WIDTH // G, G * BITS // 32))
     scale, minimum = row_pairs(packed, first, row, stop, D, WIDTH, G)
     scale, minimum = (scale | (scale << 16))[:, :, None], (minimum | (minimum << 16))[:, :, None]
-    keys = dequantise(words, scale, minimum, BITS, DTYPE, PTX)
+    keys = dequantise(words, scale, minimum, packed[3], BITS, DTYPE, PTX)
     keys = tl.reshape(keys, (T, LANES, ROW // LANES, 2, 2, 8 // BITS))
     return tl.reshape(tl.permute(keys, (0, 2, 5, 1, 3, 4)), (T, WIDTH))
 
 
 @triton.jit
 def values_by_channel(packed, row, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                      G: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                      G: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Values [WIDTH, T] of the slots first + row [T], channels in the order of `value_channel_at`.
 
     The rows come in the order (T / 16, 4, 4) and leave in the order of the transposed: the last 4 of the input are
     threads of one operand, which find their words side by side; the last 2 of the output share a register.
     """
+    BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
     COPY: tl.constexpr = min(4, ROW)
     GROUPS: tl.constexpr = WIDTH // G
     LANES: tl.constexpr = min(8, ROW)
-    i = tl.arange(0, T * ROW // COPY)
-    every = tl.broadcast_to(tl.reshape(row, (T // 4, 1, 4)), (T // 4, ROW // COPY, 4))
-    column = (i // 4 % (ROW // COPY) * COPY)[:, None] + tl.arange(0, COPY)[None, :]
-    words = row_words(packed, first, tl.reshape(every, (T * ROW // COPY,))[:, None], column, stop, D, BITS)
-    words = tl.permute(tl.reshape(words, (T // 4, ROW // COPY, 4, COPY)), (0, 2, 1, 3))
+    if STORED == 3:
+        words = row_words_of_3_bits(packed, first, row[:, None], stop, D, WIDTH, G)
+    else:
+        i = tl.arange(0, T * ROW // COPY)
+        every = tl.broadcast_to(tl.reshape(row, (T // 4, 1, 4)), (T // 4, ROW // COPY, 4))
+        column = (i // 4 % (ROW // COPY) * COPY)[:, None] + tl.arange(0, COPY)[None, :]
+        words = row_words(packed, first, tl.reshape(every, (T * ROW // COPY,))[:, None], column, stop, D, BITS)
+        words = tl.permute(tl.reshape(words, (T // 4, ROW // COPY, 4, COPY)), (0, 2, 1, 3))
     words = tl.reshape(words, (T // 16, 2, 2, 4, ROW))
     words = pair_up(tl.permute(words, (0, 1, 3, 4, 2)), PTX)
     words = tl.reshape(words, (T // 16, 2, 4, GROUPS, ROW // GROUPS, 2))
     scale, minimum = row_pairs(packed, first, row[:, None], stop, D, WIDTH, G)
     scale, minimum = both_of_pair(scale, T, GROUPS), both_of_pair(minimum, T, GROUPS)
-    values = dequantise(words, scale, minimum, BITS, DTYPE, PTX)
+    values = dequantise(words, scale, minimum, packed[3], BITS, DTYPE, PTX)
     values = tl.reshape(values, (T // 16, 2, 4, LANES, ROW // LANES, 2, 2, 2, 8 // BITS))
     return tl.reshape(tl.permute(values, (4, 5, 6, 8, 3, 0, 2, 1, 7)), (WIDTH, T))
 
@@ -243,12 +172,45 @@ def row_words(packed, first, row, column, stop, D: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
+def row_words_of_3_bits(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
+    """Words [T, WIDTH / 8] of rows of 3-bit codes as if their codes were packed in 4 bits; `row` is [T, 1].
+
+    A word of 4-bit codes holds every other lane of one word of low bits, and the high bit of each of those lanes from
+    the same byte of one word of high bits.
+    """
+    T: tl.constexpr = row.shape[0]
+    ROW: tl.constexpr = D * 3 // 32
+    GROUPS: tl.constexpr = WIDTH // G
+    LOWS: tl.constexpr = G // 16
+    HIGHS: tl.constexpr = G // 32
+    at, inside = packed[0] + first.to(tl.int64) * ROW + row * ROW, first + row < stop
+    low, high = tl.arange(0, GROUPS * LOWS)[None, :], tl.arange(0, GROUPS * HIGHS)[None, :]
+    lows = load_words(at + (low // LOWS * (LOWS + HIGHS) + low % LOWS), inside & (low < D // 16))
+    highs = load_words(at + (high // HIGHS * (LOWS + HIGHS) + LOWS + high % HIGHS), inside & (high < D // 32))
+    lane = tl.reshape(tl.arange(0, 2).to(tl.uint32), (1, 1, 2, 1))
+    bit = tl.reshape(tl.arange(0, 4).to(tl.uint32), (1, 1, 2, 2, 1))
+    lows = tl.reshape(lows, (T, GROUPS, 1, LOWS)) >> (2 * lane) & 0x33333333
+    highs = tl.reshape(highs, (T, GROUPS, 1, 1, HIGHS)) >> bit & 0x11111111
+    return tl.reshape(lows | (tl.reshape(highs, (T, GROUPS, 2, LOWS)) << 2), (T, WIDTH // 8))
+
+
+@triton.jit
 def row_pairs(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
-    """Scales and minima [T, WIDTH / G] of `row` [T, 1], from slot `first` on, each in the low half of a word."""
+    """Scales and minima [T, WIDTH / G] of `row` [T, 1], from slot `first` on, each in the low half of a word.
+
+    Without minima the scales are one norm a row, and the minima 0.
+    """
     column = tl.arange(0, WIDTH // G)[None, :]
-    at, mask = first.to(tl.int64) * (D // G) + (row * (D // G) + column), (first + row < stop) & (column < D // G)
-    scale, minimum = tl.load(packed[1] + at, mask=mask, other=0.0), tl.load(packed[2] + at, mask=mask, other=0.0)
-    return scale.to(tl.uint16, bitcast=True).to(tl.uint32), minimum.to(tl.uint16, bitcast=True).to(tl.uint32)
+    if packed[2] is None:
+        scale = tl.load(packed[1] + first.to(tl.int64) + row, mask=first + row < stop, other=0.0)
+        scale = tl.broadcast_to(scale.to(tl.uint16, bitcast=True).to(tl.uint32), (row.shape[0], WIDTH // G))
+        minimum = tl.zeros_like(scale)
+    else:
+        at, mask = first.to(tl.int64) * (D // G) + (row * (D // G) + column), (first + row < stop) & (column < D // G)
+        scale, minimum = tl.load(packed[1] + at, mask=mask, other=0.0), tl.load(packed[2] + at, mask=mask, other=0.0)
+        scale, minimum = scale.to(tl.uint16, bitcast=True), minimum.to(tl.uint16, bitcast=True)
+        scale, minimum = scale.to(tl.uint32), minimum.to(tl.uint32)
+    return scale, minimum
 
 
 @triton.jit

@@ -23,7 +23,8 @@ def advise_architecture(groups: Sequence[Group]) -> Advice:
     if len(own) < len(groups):
         left = sum(bool(group.row.converted) for group in groups)
         if left:
-            advice.limits.append(f"{left} converted model{'s' * (left > 1)} left out: conversion is not lossless")
+            models = f"{left} converted model{'s' * (left > 1)}"
+            advice.limits.append(f"{models} left out: none was trained with those heads")
     own.sort(key=lambda group: _per_token(group) or 0)
     advice.reasons += [_told(group) for group in own]
     kinds = {group.row.arch for group in own}

@@ -150,7 +150,9 @@ def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Findi
 
 
 def _converted(rows: Iterable[Row]) -> Iterable[Finding]:
-    for model in dict.fromkeys((row.model, row.kv_heads) for row in rows if row.converted):
+    """Heads that were repeated give the same logits; heads that were pooled do not, and their rows say so."""
+    lossy = (row for row in rows if row.converted and "same logits" not in (row.note or ""))
+    for model in dict.fromkeys((row.model, row.kv_heads) for row in lossy):
         yield Finding("not lossless", f"{model[0]} was converted to {model[1]} KV heads: its bytes and times stand for "
                       "such a model, its quality does not")  # fmt: skip
 

@@ -60,7 +60,7 @@ def unproven(member: Candidate, base: Candidate, *, needle: bool = False) -> str
     """Why the rows do not show that a method kept up; None if they do, given that it has no `losses`."""
     loss, engaged = member.numbers.get("nll_minus_full"), member.numbers.get("engaged")
     if member.row.converted:
-        return "converted, so not lossless"
+        return "converted, and not trained so"
     if member.held is None:
         return "its memory was not measured at the same context"
     if loss is None or loss.value is None:

@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import resources
 from typing import TYPE_CHECKING
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -29,9 +31,10 @@ BUDGETS, PROMPT, STEPS = (96, 288), 182, 12
 """Budgets for methods that are given none (the first that the rule takes), tokens of prompt (more where a budget is
 larger), and steps after it: enough for a KIVI block of 32 keys to be quantised on the way."""
 
-USAGE = """python -m kvbench.check [KEY=VALUE ...]: identities that must hold on this machine, pass or fail
+USAGE = """python -m kvbench.check [all] [KEY=VALUE ...]: identities that must hold on this machine, pass or fail
 
-  python -m kvbench.check                                   every method and store on the offline model, in minutes
+  python -m kvbench.check                                   each kind of method and store, on the offline model
+  python -m kvbench.check all                               every method and every store: some minutes
   python -m kvbench.check model=hub model.id=Qwen/Qwen3-0.6B
   python -m kvbench.check method=h2o budget=64 store=int4   one method
   python -m kvbench.check compare='[h2o,snapkv+int8]' budget=64 kernel=triton
@@ -46,22 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        for word in words:
+        settings = [word for word in words if word != "all"]
+        for word in settings:
             check_override(word)
         with initialize_config_module("kvbench.conf", version_base="1.3"):
-            return check(words)
+            return check(settings, everything="all" in words)
     except (UserError, HydraException, OmegaConfBaseException) as error:
         print(f"kvbench: {one_line(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-def check(words: list[str]) -> int:
-    """Run every identity of the model and methods that the words name."""
+def check(words: list[str], everything: bool = False) -> int:
+    """Run every identity of the model and methods that the words name; everything: of all methods and stores."""
     config = compose("config", words)
     from kvbench.run import check_switches
 
     check_switches(config)
-    subjects = [subject_of(entry) for entry in entries_of(config, words)]
+    subjects = [subject_of(entry) for entry in entries_of(config, words, everything)]
     started, failed, n, kernel = time.perf_counter(), 0, 0, ""
     for i, (trial, tried) in enumerate(trials(config, subjects)):
         for verdict in verdicts(trial, tried, with_model=i == 0):
@@ -91,8 +95,9 @@ def prompt_for(subject: Subject) -> int:
     return max(PROMPT, 2 * (subject.make(None).rule.tokens(PROMPT) or 0))
 
 
-def entries_of(config: DictConfig, words: list[str]) -> Iterator[list[str]]:
-    """The overrides of each method to check: those that the words name, else every method, and full in every store."""
+def entries_of(config: DictConfig, words: list[str], everything: bool = False) -> Iterator[list[str]]:
+    """The overrides of each method to check: those that the words name, else those of conf/check.yaml, or every method
+    and full in every store."""
     keys = [word.split("=")[0] for word in words]
     common = [word for word in words if word.split("=")[0] not in ("compare", "method", "store")]
     if config.compare is not None:
@@ -101,6 +106,8 @@ def entries_of(config: DictConfig, words: list[str]) -> Iterator[list[str]]:
         entries = [entry_overrides(str(entry)) for entry in config.compare]
     elif "method" in keys or "store" in keys:
         entries = [[word for word in words if word.split("=")[0] in ("method", "store")]]
+    elif not everything:
+        entries = [entry_overrides(entry) for entry in default_entries()]
     else:
         # What transformers brings (hf_) is here to be measured; what it promises is not ours to check.
         entries = [[f"method={name}"] for name in names("method") if not name.startswith("hf_")]
@@ -108,6 +115,11 @@ def entries_of(config: DictConfig, words: list[str]) -> Iterator[list[str]]:
     for entry in entries:
         overrides = [*common, *entry]
         yield [*overrides, *(default_budget(overrides) if wants_budget(overrides) else [])]
+
+
+def default_entries() -> list[str]:
+    """As `compare` takes them."""
+    return [str(entry) for entry in yaml.safe_load(resources.files("kvbench.conf").joinpath("check.yaml").read_text())]
 
 
 def default_budget(overrides: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
 from kvbench.fetch import fetched_folder
-from kvbench.hub import hub_reachable
+from kvbench.hub import hub_or_cache
 
 if TYPE_CHECKING:
     import torch
@@ -166,9 +166,7 @@ def read_path(spec: DataSpec) -> str:
 
 
 def read_hub(spec: DataSpec, repository: str) -> str:
-    from huggingface_hub import constants
-
-    if not hub_reachable() and not constants.HF_HUB_OFFLINE:
+    if not hub_or_cache():
         raise UserError(
             f"cannot load data.id={repository}: the hub cannot be reached; use data=essays or data.path=FILE "
             "(or set HF_HUB_OFFLINE=1 if the data set was downloaded before)"
@@ -182,7 +180,7 @@ def read_dataset(spec: DataSpec, where: str, **arguments: Any) -> str:
     Local files and limited reads are streamed: no copy of them is made. Other data sets of the hub are kept
     in its cache, where an offline machine finds them again.
     """
-    with one_line_errors(spec):
+    with one_line_errors(f"data.path={spec.path}" if spec.path is not None else f"data.id={spec.id}"):
         from datasets import load_dataset
 
         streaming = spec.path is not None or spec.limit is not None
@@ -218,9 +216,8 @@ def take(documents: Iterable[str], spec: DataSpec) -> str:
 
 
 @contextmanager
-def one_line_errors(spec: DataSpec) -> Iterator[None]:
+def one_line_errors(given: str) -> Iterator[None]:
     """Turn what `datasets` and the hub raise on a data set they cannot read into one line."""
-    given = f"data.path={spec.path}" if spec.path is not None else f"data.id={spec.id}"
     try:
         yield
     except UserError:

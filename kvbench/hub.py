@@ -7,6 +7,13 @@ from functools import cache
 PROBE_SECONDS = 5.0
 
 
+def hub_or_cache() -> bool:
+    """Whether data sets can be had: the hub answers, or HF_HUB_OFFLINE=1 says to take what its cache holds."""
+    from huggingface_hub import constants
+
+    return hub_reachable() or bool(constants.HF_HUB_OFFLINE)
+
+
 @cache
 def hub_reachable() -> bool:
     """Whether the hub answers. False under HF_HUB_OFFLINE=1 without asking.

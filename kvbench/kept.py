@@ -11,14 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError
-from kvbench.rows import KINDS, KNOBS, Row
+from kvbench.rows import ARROW, KINDS, KNOBS, Row
 
 KEPT = "kept.parquet"
 NAMED = ("run", "model", *KNOBS, "measure", "protocol", "question", "context")
 """Columns that say whose tokens these are, as in metrics.parquet."""
 COUNTED = ("sample", "layer", "head", "position")
-_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-SCHEMA = pa.schema([*(pa.field(name, _ARROW[KINDS[name]]) for name in NAMED),
+SCHEMA = pa.schema([*(pa.field(name, ARROW[KINDS[name]]) for name in NAMED),
                     *(pa.field(name, pa.int32()) for name in COUNTED)])  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from kvbench.shape import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoadedModel", "ModelSpec", "describe", "load_model", "load_tokenizer", "model_spec"]
+__all__ = ["LoadedModel", "ModelSpec", "describe", "end_tokens", "load_model", "load_tokenizer", "model_spec"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,13 @@ class LoadedModel(ModelShape):
     dtype: torch.dtype
     device: torch.device
     note: str | None
+
+
+def end_tokens(loaded: LoadedModel) -> list[int]:
+    """Ids that end a text, as the model's generation config or the tokenizer names them; none for some."""
+    found = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
+    named = [*(found if isinstance(found, list | tuple) else [found]), getattr(loaded.tokenizer, "eos_token_id", None)]
+    return sorted({int(token) for token in named if token is not None})
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:

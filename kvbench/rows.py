@@ -84,12 +84,12 @@ def _kind(hint: Any) -> type:
 
 
 KINDS: dict[str, type] = {name: _kind(hint) for name, hint in typing.get_type_hints(Row).items()}
-_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 _PANDAS = {
     pa.string(): pd.StringDtype(), pa.int64(): pd.Int64Dtype(),
     pa.float64(): pd.Float64Dtype(), pa.bool_(): pd.BooleanDtype(),
 }  # fmt: skip
-SCHEMA = pa.schema([pa.field(name, _ARROW[KINDS[name]]) for name in COLUMNS])
+SCHEMA = pa.schema([pa.field(name, ARROW[KINDS[name]]) for name in COLUMNS])
 
 
 def table_of(rows: Sequence[Row]) -> pa.Table:
@@ -100,7 +100,7 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
         if KINDS[name] is float:  # budgets are ints as often as not, values may be numpy or torch scalars
             cells = [None if cell is None else float(cell) for cell in cells]
         try:
-            columns.append(pa.array(cells, _ARROW[KINDS[name]]))
+            columns.append(pa.array(cells, ARROW[KINDS[name]]))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise TypeError(f"column {name!r} holds {KINDS[name].__name__}: {error}") from error
     return pa.Table.from_arrays(columns, schema=SCHEMA)

@@ -139,7 +139,7 @@ def test_what_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
         check_tasks(settings(tmp_path, names=["dureader"]), None)
     with pytest.raises(UserError, match="no room for an answer"):
         check_tasks(settings(tmp_path, longest=2048), 2048)
-    monkeypatch.setattr(task_sets, "hub_reachable", lambda: False)
+    monkeypatch.setattr(task_sets, "hub_or_cache", lambda: False)
     with pytest.raises(UserError, match="type tasks.path=FOLDER"):
         check_tasks(settings(None), None)
     write(tmp_path, "hotpotqa", question=None)

@@ -39,22 +39,23 @@ class Counts:
     """Counters of layers that count alike, in steps of one token; `begin` and `end` enclose the model's forward.
 
     seen: int64 [], tokens fed before this step, which is the new token's position; one for the whole cache, advanced
-    by its owner. lengths: int32 [3], as the kernels read them; from `begin` on this step's. newest: int64 [1], the
-    slot that a token goes to where none was given up. evicted: int64 []. over: bool [], whether this step exceeds the
-    budget.
+    by its owner. lengths: int32 [3], as the kernels read them; from `begin` on this step's. advanced: those of them
+    that every token adds to. newest: int64 [1], the slot that a token goes to where none was given up. evicted:
+    int64 []. over: bool [], whether this step exceeds the budget.
     """
 
     def __init__(self, start: Start, seen: Tensor) -> None:
         self.seen, self.most, self.budget = seen, start.most, start.budget
         self.lengths = torch.tensor(start.lengths, dtype=torch.int32, device=seen.device)
         self.filled = self.lengths[2:]
+        self.advanced = self.filled
         self.newest = self.filled.long() - 1
         self.evicted = torch.full_like(seen, start.evicted)
         self.over = torch.zeros_like(seen, dtype=torch.bool)
 
     def begin(self) -> None:
         """Count the token that this step brings."""
-        self.filled.add_(1).clamp_(max=self.most)
+        self.advanced.add_(1).clamp_(max=self.most)
         self.newest.copy_(self.filled - 1)
         if self.budget is not None:
             self.over.copy_(self.seen + 1 - self.evicted > self.budget)
@@ -75,11 +76,9 @@ class Counts:
 class PackedCounts(Counts):
     """Counters of a store that packs every token at once: the three lengths are one."""
 
-    def begin(self) -> None:
-        self.lengths.add_(1).clamp_(max=self.most)
-        self.newest.copy_(self.filled - 1)
-        if self.budget is not None:
-            self.over.copy_(self.seen + 1 - self.evicted > self.budget)
+    def __init__(self, start: Start, seen: Tensor) -> None:
+        super().__init__(start, seen)
+        self.advanced = self.lengths
 
 
 class CapturedSlots:

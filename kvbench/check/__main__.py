@@ -168,14 +168,16 @@ def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial,
     loaded, text = load_model(model_spec(node_of(config, "model"))), load_text(node_of(config, "data"))
     tokens = tokenize(text, loaded.tokenizer, loaded.vocab_size)
     room = min(loaded.max_positions or len(tokens), len(tokens) // 2) - STEPS
-    lengths = sorted({prompt_for(subject) for subject in subjects})
-    if lengths[-1] > room:
+    at_length: dict[int, list[Subject]] = {}
+    for subject in subjects:
+        at_length.setdefault(prompt_for(subject), []).append(subject)
+    if (longest := max(at_length)) > room:
         raise UserError(
-            f"a check of these methods takes prompts of {lengths[-1]} tokens and {STEPS} more, and data={text.name} "
+            f"a check of these methods takes prompts of {longest} tokens and {STEPS} more, and data={text.name} "
             f"with {loaded.name} has room for {room}; type budget={max(1, room // 2)} or less, or another data="
         )
-    for length in lengths:
-        tried = [calibrated(subject, loaded) for subject in subjects if prompt_for(subject) == length]
+    for length, subjects_there in sorted(at_length.items()):
+        tried = [calibrated(subject, loaded) for subject in subjects_there]
         rows = tokens[: 2 * (length + STEPS)].view(2, length + STEPS).to(loaded.device)
         rules = [subject.make(None).rule for subject in tried]
         yield Trial(loaded.model, rows[:, :length], rows[:, length:], str(config.kernel), rules), tried

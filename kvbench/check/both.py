@@ -1,13 +1,11 @@
 """Two kernels on one cache: the chosen one, and the reference beside it."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels import Kernel, reference
-from kvbench.kernels.parts import Part
-from kvbench.kernels.prefill import Scoring
+from kvbench.kernels import REFERENCE, Kernel
 
 
 class BothKernels:
@@ -20,28 +18,17 @@ class BothKernels:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.name, self.worst = kernel, kernel.name, 0.0
 
-    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+    def refusal(self, *arguments: Any) -> str | None:
         """What the kernel itself would pass to the reference."""
-        return self.kernel.refusal(query, keys, values)
+        return self.kernel.refusal(*arguments)
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Sequence[Part],
-        values: Sequence[Part],
-        scoring: Scoring,
-        visible: Tensor | None = None,
-        sink_query: Tensor | None = None,
-        n_sink: int = 0,
-        want_probabilities: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `kvbench.kernels.reference.attend`."""
-        arguments = query, keys, values, scoring, visible, sink_query, n_sink
-        output, probabilities = self.kernel.attend(*arguments, want_probabilities)
-        theirs, theirs_probabilities = reference.attend(*arguments)
+    def attend(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """See `kvbench.kernels.Kernel`."""
+        output, probabilities = self.kernel.attend(*arguments, **named)
+        theirs, their_probabilities = REFERENCE.attend(*arguments, **named)
         self._note(output, theirs)
-        if want_probabilities and probabilities is not None:
-            self._note(probabilities, theirs_probabilities)
+        if probabilities is not None and their_probabilities is not None:
+            self._note(probabilities, their_probabilities)
         return output, probabilities
 
     def _note(self, ours: Tensor, theirs: Tensor) -> None:

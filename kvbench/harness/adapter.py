@@ -16,7 +16,7 @@ from kvbench.calibrate import calibrate
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.measure.perplexity import check_stream
-from kvbench.model import LoadedModel
+from kvbench.model import LoadedModel, end_tokens
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -72,7 +72,7 @@ class KVBenchLM(TemplateLM):
         self._device = loaded.device
         self._record: PrefillRecord | None = None
         self._compressed_before = False  # the step that made the last prediction
-        self._ends = end_tokens(loaded)
+        self._ends = set(end_tokens(loaded))
 
     @property
     def eot_token_id(self) -> int:
@@ -248,10 +248,3 @@ def generation_of(kwargs: dict[str, Any], default: int) -> tuple[list[str], int]
 def cut_at(text: str, until: Iterable[str]) -> str:
     """The text before the first stop string."""
     return text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
-
-
-def end_tokens(loaded: LoadedModel) -> set[int]:
-    """Ids that end a text, as the model's generation config or the tokenizer names them."""
-    found = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
-    named = [*(found if isinstance(found, list | tuple) else [found]), loaded.tokenizer.eos_token_id]
-    return {int(token) for token in named if token is not None}

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -20,7 +19,7 @@ from kvbench.data import Text
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.harness.adapter import Counts, KVBenchLM
 from kvbench.harness.settings import Asked
-from kvbench.measure.bench import Entry
+from kvbench.measure.bench import Entry, failure
 from kvbench.measure.statistics import bounds, mean_interval, units_of, wilson
 from kvbench.model import load_model, model_spec
 from kvbench.progress import Progress
@@ -107,10 +106,9 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], ma
         except UserError:
             raise
         except Exception as error:  # a data set that cannot be had, or memory: the other methods and tasks go on
-            status = "oom" if isinstance(error, torch.OutOfMemoryError | MemoryError) else "failed"
-            note = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            print(f"kvbench: {status}: {entry.label} {task}: {note}", file=sys.stderr)
-            folder.add([replace(entry.row, measure="harness", dataset=task, status=status, note=note)])
+            row = replace(entry.row, measure="harness", dataset=task, **failure(error))
+            print(f"kvbench: {row.status}: {entry.label} {task}: {row.note}", file=sys.stderr)
+            folder.add([row])
             continue
         counts = model.take()
         base = replace(entry.row, measure="harness", protocol=_protocol(asked), note=_note(found, counts, asked),

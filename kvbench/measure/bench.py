@@ -21,6 +21,17 @@ NO_HOST_MEMORY = "can't allocate memory"
 """What torch's CPU allocator says, in a plain RuntimeError."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, a device's or the host's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_HOST_MEMORY in str(error)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """An error as the columns `status` and `note` of the row that it leaves."""
+    status = "oom" if is_out_of_memory(error) else "failed"
+    return {"status": status, "note": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
 @dataclass(frozen=True)
 class Entry:
     """A method of the run, and the row that all its numbers start from. `label` is unique in the run."""
@@ -106,10 +117,8 @@ class Bench:
         try:
             yield
         except Exception as error:  # any failure of one cell is a result, reported, and must not cost the others
-            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_HOST_MEMORY in str(error)
-            status = "oom" if out_of_memory else "failed"
-            note = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            rows = {e.label: replace(e.row, measure=measure, status=status, note=note, **where) for e in entries}
+            out_of_memory = is_out_of_memory(error)
+            rows = {e.label: replace(e.row, measure=measure, **failure(error), **where) for e in entries}
             self.failures.extend(rows.items())
             self.tracebacks.append(f"{', '.join(rows)} {measure} {where}\n{traceback.format_exc()}")
         if out_of_memory and torch.cuda.is_available():

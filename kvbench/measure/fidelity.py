@@ -16,9 +16,11 @@ import torch
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.record import PrefillRecord
 from kvbench.decode import generate
+from kvbench.measure.asked import engagement
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.statistics import Units, bounds, mean_interval, wilson
+from kvbench.model import end_tokens
 from kvbench.rows import Row
 from kvbench.settings import Fidelity
 
@@ -53,18 +55,9 @@ def prompt_offsets(tokens: int, context: int, samples: int) -> list[int]:
     return [i * (tokens - context) // max(1, samples - 1) for i in range(samples)]
 
 
-def end_tokens(bench: Bench) -> list[int]:
-    """Ids that end a text, as the model's generation config names them; none for some."""
-    config = getattr(bench.loaded.model, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    if found is None and bench.loaded.tokenizer is not None:
-        found = bench.loaded.tokenizer.eos_token_id
-    return list(found) if isinstance(found, list | tuple) else [] if found is None else [int(found)]
-
-
 def _answer(bench: Bench, settings: Fidelity, context: int, offsets: list[int], first: int,
             answers: dict[str, dict[int, Answer]]) -> None:  # fmt: skip
-    model, ends = bench.loaded.model, end_tokens(bench)
+    model, ends = bench.loaded.model, end_tokens(bench.loaded)
     entries = bench.alive("fidelity", context=context)
     ids = torch.stack([bench.window(o, context) for o in offsets]).to(bench.loaded.device)
     record: PrefillRecord | None = None
@@ -112,11 +105,7 @@ def _rows(bench: Bench, entry: Entry, settings: Fidelity, context: int,
             yield replace(base, metric="length_ratio", value=units.mean, unit="x", n=len(ended),
                           note=f"of the {len(ended)} of {len(pairs)} answers that both ended by themselves",
                           **bounds(mean_interval(units, bench.seed)))  # fmt: skip
-    for metric, unit, values in (
-        ("engaged", "share", [float(answer.engaged) for answer in mine.values()]),
-        ("kept_tokens", "tokens", [answer.kept for answer in mine.values()]),
-    ):
-        yield replace(base, metric=metric, unit=unit, value=sum(values) / len(values))
+    yield from engagement(base, mine.values())
 
 
 def _samples(bench: Bench, entries: list[Entry], offsets: list[int], context: int,

@@ -9,8 +9,8 @@ from kvbench.cache.build import build_cache
 from kvbench.cache.record import PrefillRecord, clock
 from kvbench.graph import WARM_UP, decoder_for
 from kvbench.measure.bench import Bench, Entry
-from kvbench.measure.fidelity import end_tokens
 from kvbench.measure.statistics import bounds, median_interval
+from kvbench.model import end_tokens
 from kvbench.rows import Row
 from kvbench.settings import Latency
 
@@ -63,7 +63,7 @@ def generation(bench: Bench, settings: Latency, entry: Entry, record: PrefillRec
 
     A token stands when the host knows it: that is what a reader waits for, and what decides whether to go on.
     """
-    model, device, ends = bench.loaded.model, record.ids.device, set(end_tokens(bench))
+    model, device, ends = bench.loaded.model, record.ids.device, set(end_tokens(bench.loaded))
     natural = stop = settings.tokens_natural
     cache = build_cache(model, entry.method, record, max_new_tokens=max(LONGEST, natural), kernel=bench.kernel)
     decoder = decoder_for(model, cache, settings.graph)

@@ -12,6 +12,7 @@ import torch
 from kvbench import provenance
 from kvbench.cache.record import clock
 from kvbench.kernels.compile import CannotCompile, load
+from kvbench.measure.bench import is_out_of_memory
 
 READ_BYTES = 2**29
 """More than caches of processors hold."""
@@ -68,7 +69,9 @@ def read_bandwidth(device: torch.device) -> float | None:
 def _read_bandwidth(device: torch.device, threads: int) -> float | None:
     try:
         memory = torch.ones(READ_BYTES // 4, device=device)
-    except (RuntimeError, MemoryError):  # torch's own out-of-memory is a RuntimeError
+    except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
         return None
     read: Callable[[], object] = memory.sum
     if device.type == "cpu":

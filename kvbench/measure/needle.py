@@ -6,10 +6,9 @@ counts as an answer, is `kvbench.measure.haystack`'s business.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,27 +16,14 @@ from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.decode import generate
+from kvbench.measure.asked import Answer, Answers, engagement, mean_over
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.haystack import is_hit, recall
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.prompts import Prompt, make_prompts, template_of
-from kvbench.measure.statistics import bounds, mean_interval, units_of, wilson
+from kvbench.measure.statistics import bounds, wilson
 from kvbench.rows import Row
 from kvbench.settings import Needle
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a method answered to a prompt. score: the share of what was asked for that came back."""
-
-    text: str
-    score: float
-    engaged: bool
-    kept: float
-
-
-Answers = dict[tuple[str, str], dict[int, Answer]]
-"""By method and by when the question came; then by the number of the prompt."""
 
 
 def needle(bench: Bench, settings: Needle) -> Iterator[Finding]:
@@ -126,28 +112,23 @@ def _rows(bench: Bench, entry: Entry, settings: Needle, when: str, task: str, le
         blind = all(i in full for i in cell) and not any(full[i].score for i in cell)
         notes = [note for note in (blind and BLIND, said) if note]
         here = replace(base, depth=depth, n=n, note="; ".join(notes) or None)
-        rate, differences = sum(scores) / n, [mine[i].score - full[i].score for i in cell if i in full]
-        yield replace(here, metric="hit_rate", value=rate, unit="share", **_interval(scores, bench.seed))
+        differences = [mine[i].score - full[i].score for i in cell if i in full]
+        yield replace(here, metric="hit_rate", unit="share", **_rate(scores, bench.seed))
         yield replace(here, metric="hits", value=sum(scores), unit="hits")
         if len(differences) == n and not entry.is_baseline:
-            spread = bounds(mean_interval(units_of(np.array(differences)[:, None]), bench.seed))
-            difference = sum(differences) / n
-            yield replace(here, metric="hit_rate_minus_full", value=difference, unit="share", **spread)
-    for metric, unit, values in (
-        ("engaged", "share", [float(mine[i].engaged) for i in of_task]),
-        ("kept_tokens", "tokens", [mine[i].kept for i in of_task]),
-    ):
-        yield replace(base, metric=metric, unit=unit, value=sum(values) / len(values), n=len(values), note=said)
+            yield replace(here, metric="hit_rate_minus_full", unit="share", **mean_over(differences, bench.seed))
+    of_all = replace(base, n=len(of_task), note=said)
+    yield from engagement(of_all, [mine[i] for i in of_task])
 
 
 BLIND = "uninformative: the full cache finds none of these"
 
 
-def _interval(scores: list[float], seed: int) -> dict[str, Any]:
-    """Wilson's for hits and misses; where a prompt asks for several things, a bootstrap over prompts."""
+def _rate(scores: list[float], seed: int) -> dict[str, Any]:
+    """With Wilson's interval for hits and misses; where a prompt asks for several things, a bootstrap over prompts."""
     if all(score in (0, 1) for score in scores):
-        return bounds(wilson(round(sum(scores)), len(scores)))
-    return bounds(mean_interval(units_of(np.array(scores)[:, None]), seed))
+        return {"value": sum(scores) / len(scores), **bounds(wilson(round(sum(scores)), len(scores)))}
+    return mean_over(scores, seed)
 
 
 def _sample(bench: Bench, entries: Sequence[Entry], i: int, prompt: Prompt, when: str,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.data import one_line_errors
 from kvbench.errors import UserError
-from kvbench.hub import hub_reachable
+from kvbench.hub import hub_or_cache
 from kvbench.measure.answers import LONGBENCH, longbench, ruler
 from kvbench.settings import Tasks
 
@@ -48,24 +49,17 @@ def check_tasks(settings: Tasks, max_positions: int | None) -> None:
             raise UserError(f"tasks.names={name} is not in {settings.set}; choose from {known}")
         if settings.path is not None:
             local_file(settings, name)
-    if settings.path is None and not hub_reachable():
-        from huggingface_hub import constants
-
-        if not constants.HF_HUB_OFFLINE:
-            raise UserError(
-                f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
-                f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files (HF_HUB_OFFLINE=1 if it was loaded before)"
-            )
+    if settings.path is None and not hub_or_cache():
+        raise UserError(
+            f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
+            f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files (HF_HUB_OFFLINE=1 if it was loaded before)"
+        )
 
 
 def load_samples(settings: Tasks, name: str) -> list[Sample]:
     """The first `tasks.samples` samples of a task. Raises UserError where they cannot be had."""
-    try:
+    with one_line_errors(f"{name} of {settings.set}"):
         rows = list(_rows(settings, name))
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UserError(f"cannot load {name} of {settings.set}: {' '.join(str(error).split())[:300]}") from error
     if not rows:
         raise UserError(f"{name} of {settings.set} holds no samples")
     return [_sample(row, name) for row in rows]

@@ -6,38 +6,23 @@ middle, as LongBench does it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.record import PrefillRecord
 from kvbench.decode import generate
 from kvbench.measure.answers import WITHOUT_CHAT
+from kvbench.measure.asked import Answer, Answers, engagement, mean_over
 from kvbench.measure.bench import Bench, Entry, Finding
-from kvbench.measure.fidelity import end_tokens
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.prompts import Template, template_of
-from kvbench.measure.statistics import bounds, mean_interval, units_of
 from kvbench.measure.task_sets import SCORES, Sample, load_samples
+from kvbench.model import end_tokens
 from kvbench.rows import Row
 from kvbench.settings import Tasks
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a method answered to a sample."""
-
-    text: str
-    score: float
-    engaged: bool
-    kept: float
-
-
-Answers = dict[tuple[str, str], dict[int, Answer]]
-"""By method and by when the question came; then by the number of the sample."""
 
 
 def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
@@ -82,7 +67,7 @@ def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sa
     model, device = bench.loaded.model, bench.loaded.device
     ids = torch.tensor([context + question if when == "before" else context], device=device)
     fed = torch.tensor([question], device=device) if when == "after" and question else None
-    entries, ends = bench.alive("tasks", **place(settings, name)), end_tokens(bench)
+    entries, ends = bench.alive("tasks", **place(settings, name)), end_tokens(bench.loaded)
     record: PrefillRecord | None = None
     with bench.shared(entries, "tasks", **place(settings, name)):
         record = prefill(model, ids, [entry.method.rule for entry in entries])
@@ -106,20 +91,12 @@ def _rows(bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, tem
     base = replace(entry.row, measure="tasks", question=when, batch=1, n=len(mine), dataset=settings.set,
                    **place(settings, name),
                    note=template.sha256 and f"chat template {template.sha256[:12]}")  # fmt: skip
-    yield replace(base, metric="score", unit="share", **_mean([answer.score for answer in mine.values()], bench.seed))
+    scores = [answer.score for answer in mine.values()]
+    yield replace(base, metric="score", unit="share", **mean_over(scores, bench.seed))
     if not entry.is_baseline and len(full) == len(mine):
         differences = [answer.score - full[i].score for i, answer in mine.items()]
-        yield replace(base, metric="score_minus_full", unit="share", **_mean(differences, bench.seed))
-    for metric, unit, values in (
-        ("engaged", "share", [float(answer.engaged) for answer in mine.values()]),
-        ("kept_tokens", "tokens", [answer.kept for answer in mine.values()]),
-    ):
-        yield replace(base, metric=metric, unit=unit, value=sum(values) / len(values))
-
-
-def _mean(values: list[float], seed: int) -> dict[str, Any]:
-    units = units_of(np.array(values)[:, None])
-    return {"value": units.mean, **bounds(mean_interval(units, seed))}
+        yield replace(base, metric="score_minus_full", unit="share", **mean_over(differences, bench.seed))
+    yield from engagement(base, mine.values())
 
 
 def _record(bench: Bench, entries: list[Entry], settings: Tasks, name: str, when: str, i: int, sample: Sample,

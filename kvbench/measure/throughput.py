@@ -10,7 +10,7 @@ import torch
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.record import clock
 from kvbench.graph import WARM_UP, decoder_for
-from kvbench.measure.bench import NO_HOST_MEMORY, Bench, Entry
+from kvbench.measure.bench import Bench, Entry, is_out_of_memory
 from kvbench.measure.statistics import bounds, median_interval
 from kvbench.rows import Row
 from kvbench.settings import Latency
@@ -35,8 +35,8 @@ def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
                         why = f"{batch} would not fit into the host's memory"
                         break
                     found = batch, _step_seconds(bench, settings, entry, context, batch)
-                except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                    if isinstance(error, RuntimeError) and not _out_of_memory(error):
+                except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory is a RuntimeError
+                    if not is_out_of_memory(error):
                         raise
                     why = f"{batch} ran out of memory"
                     break
@@ -50,14 +50,10 @@ def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
             yield from _rows(bench, entry, context, *found, why)
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or NO_HOST_MEMORY in str(error)
-
-
 def _has_room(bench: Bench, context: int, batch: int) -> bool:
-    """On a CPU an allocation that is too large may end the process: twice the dense cache must be free.
+    """On a CPU an allocation that is too large may end the process: three times the dense cache must be free.
 
-    Once for the record and once for the cache that is built from it.
+    Once for the record, once for the cache that is built from it, and as much again for what runs beside them.
     """
     if bench.loaded.device.type != "cpu":
         return True

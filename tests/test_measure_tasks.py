@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,16 @@ def test_every_method_answers_and_is_paired_with_the_full_cache(tmp_path: Path) 
     after = [row for row in finding.rows if row.question == "after"]
     assert value(after, "h2o", "engaged") == 1
     assert value(after, "h2o", "kept_tokens") == 12
+
+
+def test_prompts_begin_with_bos_where_windows_do(tmp_path: Path) -> None:
+    write(tmp_path, "hotpotqa")
+    bench = bench_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER, save_tokens=True)
+    (plain,) = tasks(bench, settings(tmp_path))
+    (begun,) = tasks(replace(bench, bos=7), settings(tmp_path))
+    for before, after in zip(plain.samples, begun.samples, strict=True):
+        assert after["ids"] == [7, *before["ids"]]
+        assert after["question_ids"] == before["question_ids"]
 
 
 def test_a_task_that_fails_leaves_the_next_alone(tmp_path: Path) -> None:

@@ -88,6 +88,10 @@ class Bench:
         ids = self.tokens[start : start + length]
         return ids if self.bos is None else torch.cat([ids.new_tensor([self.bos]), ids[1:]])
 
+    def begun(self, prompt: list[int], template: str) -> list[int]:
+        """A prompt of words behind BOS, where there is one; a chat template brings its own."""
+        return [self.bos, *prompt] if self.bos is not None and template == "base" else prompt
+
     def note_kept(self, entry: Entry, cache: AnyCache, samples: Iterable[int], measure: str, **where: Any) -> None:
         """Where kept tokens are saved, note those of a method that leaves some out; `samples` number the cache's rows.
 

@@ -31,8 +31,7 @@ def needle(bench: Bench, settings: Needle) -> Iterator[Finding]:
     over all, hit_rate_minus_full, engaged, kept_tokens."""
     for length in settings.lengths:
         prompts = make_prompts(bench.loaded.tokenizer, bench.tokens, bench.seed, settings, length)
-        if bench.bos is not None and settings.template == "base":  # a chat template brings its own
-            prompts = [replace(prompt, ids=[bench.bos, *prompt.ids]) for prompt in prompts]
+        prompts = [replace(prompt, ids=bench.begun(prompt.ids, settings.template)) for prompt in prompts]
         answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
         work = len(prompts) * len(bench.entries) * len(settings.question)
         with bench.progress.phase(f"needle {length}", work) as advance:

@@ -29,9 +29,11 @@ def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
     """One finding a task: rows score, score_minus_full, engaged, kept_tokens a method and time of the question."""
     for name in settings.names:
         samples = load_samples(settings, name)
-        template = template_of(bench.loaded.tokenizer, "base" if name in WITHOUT_CHAT else settings.template)
+        kind = "base" if name in WITHOUT_CHAT else settings.template
+        template = template_of(bench.loaded.tokenizer, kind)
         answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
-        prompts = [encode(bench.loaded.tokenizer, sample, settings.longest, template) for sample in samples]
+        encoded = [encode(bench.loaded.tokenizer, sample, settings.longest, template) for sample in samples]
+        prompts = [(bench.begun(context, kind), question) for context, question in encoded]
         work = len(samples) * len(settings.question) * len(bench.entries)
         with bench.progress.phase(f"{settings.set} {name}", work) as advance:
             for when in settings.question:

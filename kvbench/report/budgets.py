@@ -52,11 +52,11 @@ def _panel(axes: Axes, members: Sequence[Drawn], looks: Looks, entries: dict[str
     base = next((drawn.line.value("ppl") for drawn in members if drawn.line.baseline), None)
     if base is not None:
         axes.axhline(base, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    budgets, bounds = set(), []
+    budgets, bounds, swept = set(), [], _swept(members)
     curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for drawn in members:
         row = drawn.line.get("ppl")
-        if row is None or row.value is None or row.budget is None or drawn.name not in _swept(members):
+        if row is None or row.value is None or row.budget is None or drawn.name not in swept:
             continue
         low, high = row.low or row.value, row.high or row.value
         curves.setdefault(drawn.name, []).append((row.budget, row.value, low, high))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvbench.report.columns import short_model
 from kvbench.report.lines import Line, lines_of
 from kvbench.report.names import Config, config_of, is_baseline, labels
 from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
@@ -70,6 +71,14 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
         if row.method is not None:
             settings.setdefault(tuple(getattr(row, name) for name in GROUP), []).append(row)
     return [_group(own, names) for own in settings.values()]
+
+
+def setting_of(group: Group, groups: Sequence[Group]) -> str:
+    """What tells a group from the others: model and dtype, and the KV heads where one model has several numbers."""
+    row = group.row
+    heads = {other.row.kv_heads for other in groups if other.row.model == row.model}
+    told = [f"{row.kv_heads} KV heads"] if len(heads) > 1 else []
+    return ", ".join([short_model(row.model), *told, str(row.dtype)])
 
 
 def _group(rows: list[Row], names: dict[Config, str]) -> Group:

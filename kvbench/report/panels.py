@@ -43,12 +43,12 @@ def grouped(lines: Sequence[Line], axes: Sequence[str] = SETTING) -> dict[str, l
     varying = [name for name in axes if len({getattr(line.row, name) for line in lines}) > 1]
     groups: dict[str, list[Line]] = {}
     for line in lines:
-        groups.setdefault(", ".join(_said(name, line) for name in varying), []).append(line)
+        groups.setdefault(", ".join(_words(varying, line)), []).append(line)
     result = {}
     for title, members in groups.items():
         fine = [name for name in FINE if _tells(name, members)]
         result[title] = [
-            Drawn(line, " ".join([names[config_of(line.row)], *(_said(name, line) for name in fine)]), line.name)
+            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line)]), line.name)
             for line in members
         ]
     return result
@@ -62,12 +62,21 @@ def _tells(name: str, lines: Sequence[Line]) -> bool:
     return any(len(values) > 1 for values in seen.values())
 
 
+def _words(names: Sequence[str], line: Line) -> list[str]:
+    """What the line's columns of these names say, those that say nothing left out."""
+    return [said for name in names if (said := _said(name, line))]
+
+
 def _said(name: str, line: Line) -> str:
     value = getattr(line.row, name)
     if name == "model":
         return short_model(value)
     if name in ("dtype", "device", "kernel", "dataset", "protocol"):
         return str(value)
+    if name == "converted":
+        return "converted" if value else ""
+    if name == "kv_heads":
+        return f"{value} KV heads"
     return f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name} {value}"
 
 

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.report import panels, units
-from kvbench.report.candidates import Candidate, Group, groups_of
-from kvbench.report.columns import short_model
+from kvbench.report.candidates import Candidate, Group, groups_of, setting_of
 from kvbench.report.multiples import plain_number
 from kvbench.report.names import display_name
 from kvbench.report.style import FAINT, Looks, styles
@@ -43,7 +42,7 @@ def quality_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure | N
     found: list[tuple[str, str, str, str, list[Spot]]] = []
     groups = groups_of(rows)
     for group in groups[:MOST_GROUPS]:
-        title = f"{short_model(group.row.model)}, {group.row.dtype}" if len(groups) > 1 else ""
+        title = setting_of(group, groups) if len(groups) > 1 else ""
         for metric, label, good in MEASURES:
             spots = _spots(group, metric)
             if len({spot.name for spot in spots}) > 1:
@@ -77,12 +76,13 @@ def _spot(member: Candidate, metric: str) -> Spot | None:
 
 def _panel(axes: Axes, spots: Sequence[Spot], looks: Looks, good: str, *, logarithmic: bool) -> None:
     size, unit = units.byte_unit([spot.held for spot in spots])
+    values = [spot.value for spot in spots if spot.value > 0]
+    if logarithmic:  # what is not above zero has no place on it, the full cache least of all
+        spots = [spot for spot in spots if spot.value > 0]
     held = [spot.held / size for spot in spots]
     if max(held) / min(held) > 3:
         panels.plain_log(axes, "x", held)
-    values = [spot.value for spot in spots if spot.value > 0]
-    if logarithmic:  # nothing above zero has a place on it, the full cache least of all
-        spots = [spot for spot in spots if spot.value > 0]
+    if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(plain_number)
         axes.minorticks_off()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.report import units
-from kvbench.report.candidates import Candidate, Group
-from kvbench.report.columns import short_model
+from kvbench.report.candidates import Candidate, Group, setting_of
 from kvbench.report.verdict import bytes_text, hits_text, loss_text, losses, name_list, unproven
 
 MOST_GROUPS = 4
@@ -16,19 +15,11 @@ def summary(groups: Sequence[Group]) -> list[str]:
     """A few sentences for each setting that was measured."""
     found = []
     for group in groups[:MOST_GROUPS]:
-        prefix = f"{_setting(group, groups)}: " if len(groups) > 1 else ""
+        prefix = f"{setting_of(group, groups)}: " if len(groups) > 1 else ""
         found += [prefix + sentence for sentence in _sentences(group)]
     if len(groups) > MOST_GROUPS:
         found.append(f"{len(groups) - MOST_GROUPS} more settings stand in the tables.")
     return found
-
-
-def _setting(group: Group, groups: Sequence[Group]) -> str:
-    """What tells a group from the others: model and dtype, and the KV heads where one model has several numbers."""
-    row = group.row
-    heads = {other.row.kv_heads for other in groups if other.row.model == row.model}
-    told = [f"{row.kv_heads} KV heads"] if len(heads) > 1 else []
-    return ", ".join([short_model(row.model), *told, str(row.dtype)])
 
 
 def _sentences(group: Group) -> list[str]:

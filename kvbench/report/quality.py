@@ -77,6 +77,7 @@ def _spot(member: Candidate, metric: str) -> Spot | None:
 def _panel(axes: Axes, spots: Sequence[Spot], looks: Looks, good: str, *, logarithmic: bool) -> None:
     size, unit = units.byte_unit([spot.held for spot in spots])
     values = [spot.value for spot in spots if spot.value > 0]
+    logarithmic = logarithmic and bool(values)  # while all are zero, equal to the full cache, a line will do
     if logarithmic:  # what is not above zero has no place on it, the full cache least of all
         spots = [spot for spot in spots if spot.value > 0]
     held = [spot.held / size for spot in spots]

@@ -95,7 +95,7 @@ def replayed(dtype: torch.dtype) -> Errors:
     for token in range(first, last):
         slots.settle()
         slots.append(key[:, :, token : token + 1], value[:, :, token : token + 1])
-        lengths.copy_(torch.tensor([slots.keys.length, slots.values.length, slots.length]))
+        lengths.copy_(whole_kivi(slots)[1])
         graph.replay()
         want = reference.attend(query.float(), slots.key_parts(), slots.value_parts(), scoring)
         assert probabilities is not None

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture
 from kvbench.cache.layer import CacheFull, SlotLayer
+from kvbench.cache.rotary import key_rotations
 from kvbench.cache.store import DenseStore, Slots
 from kvbench.decode import step
 from kvbench.errors import UserError
@@ -28,6 +30,7 @@ from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.knorm import KNorm
 from kvbench.methods.lagkv import LagKV
+from kvbench.methods.lowrank import LowRank
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.pyramid import Pyramid
 from kvbench.methods.random import Random
@@ -43,6 +46,14 @@ STEPS = 3 * R + 1
 MODEL = exact_llama(4, 2, 32)
 SMALL = exact_llama(2, 1, layers=1)
 KIVI = Kivi(4, 4, 8, R)
+ROTATIONS = key_rotations(MODEL, 2)
+BASES = bases_of(MODEL, random_ids(4, 64, seed=9), ROTATIONS)
+
+
+def lowrank(rank: float, bits: int | None = None) -> LowRank:
+    """Calibrated on random tokens."""
+    return LowRank(rank=rank, k_bits=bits, v_bits=bits).calibrated(BASES, ROTATIONS)
+
 
 METHODS = {
     "full": Method("m", Full(), DenseStore()),
@@ -67,6 +78,10 @@ METHODS = {
     "pyramid": Method("m", Pyramid(budget=40), KIVI),
     "keydiff": Method("m", KeyDiff(budget=40), DenseStore()),
     "lagkv": Method("m", LagKV(budget=40, block=16), DenseStore()),
+    "lowrank": Method("m", Full(), lowrank(0.5)),
+    "lowrank int4": Method("m", Full(), lowrank(0.5, 4)),
+    "h2o+lowrank int8": Method("m", H2O(budget=40), lowrank(0.75, 8)),
+    "streaming+lowrank": Method("m", StreamingLLM(budget=40), lowrank(0.5)),
 }
 
 
@@ -86,7 +101,8 @@ def pair(model: PreTrainedModel, method: Method, prompt: Tensor, steps: int, q: 
 
 def held(layer: SlotLayer) -> Iterator[Tensor]:
     """What stands in a layer's filled slots, bit by bit."""
-    for part in (*layer.slots.key_parts(), *layer.slots.value_parts()):
+    slots = getattr(layer.slots, "codes", layer.slots)  # of rebuilt keys what they are rebuilt from
+    for part in (*slots.key_parts(), *slots.value_parts()):
         if isinstance(part, Dense):
             yield part.rows.to(torch.float32) if part.rows.dtype.itemsize == 1 else part.rows
         else:

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.captured import DecodeStep
+from kvbench.cache.rotary import key_rotations
 from kvbench.cache.store import DenseStore
 from kvbench.decode import step
 from kvbench.kernels import reference, triton_decode, triton_kernels
@@ -25,6 +27,7 @@ from kvbench.kernels.triton_decode import TritonKernel, refusal
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
+from kvbench.methods.lowrank import LowRank
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.turbo import Turbo
@@ -262,23 +265,28 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
             TritonKernel().attend(q, keys, values, Scoring(0.1), lengths=torch.zeros(3, dtype=torch.int32))
 
 
+MODEL = random_llama(4, 2, 32, layers=1, dtype=torch.float32)
+ROTATIONS = key_rotations(MODEL, 1)
+BASES = bases_of(MODEL, torch.randint(97, (2, 64)), ROTATIONS)
+
 CAPTURED = {
     "kivi4": Method("m", Full(), Kivi(4, 4, 32, 32)), "h2o+int4": Method("m", H2O(36), PerToken(4, 4)),
     "streaming_llm": Method("m", StreamingLLM(36), DenseStore()),
     "turbo": Method("m", Full(), Turbo(4, 3)),
+    "h2o+lowrank int4": Method("m", H2O(36), LowRank(k_bits=4, v_bits=4).calibrated(BASES, ROTATIONS)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_the_captured_step(name: str) -> None:
     """A decode step as a CUDA graph runs it, lengths on the device, past a flush or evictions."""
-    model, tokens = random_llama(4, 2, 32, layers=1, dtype=torch.float32), torch.randint(97, (1, 67))
-    eager, captured = (build_cache(model, CAPTURED[name], tokens[:, :61], 6, kernel="reference") for _ in range(2))
+    tokens = torch.randint(97, (1, 67))
+    eager, captured = (build_cache(MODEL, CAPTURED[name], tokens[:, :61], 6, kernel="reference") for _ in range(2))
     for layer in captured.layers:
         layer.kernel = TritonKernel()
-    decode = DecodeStep(model, captured)
+    decode = DecodeStep(MODEL, captured)
     for at in range(61, 67):
-        want = step(model, tokens[:, at : at + 1], eager)
+        want = step(MODEL, tokens[:, at : at + 1], eager)
         with torch.inference_mode():
             decode.ids.copy_(tokens[:, at : at + 1])
             got = decode.run()

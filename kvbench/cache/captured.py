@@ -50,9 +50,9 @@ class CapturedLayer(CacheLayerMixin):
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and hand on the layer itself."""
         layer, counts = self.layer, self.counts
         slot = self.slot if self.evicts else counts.newest.expand(*key.shape[:2], 1)
-        self.slots.write(counts, slot, key, value)
         if layer.rule.budget is not None:
             layer.position.scatter_(-1, slot, counts.seen.to(torch.int32).expand_as(slot))
+        self.slots.write(counts, slot, key, value)
         if layer.scores is not None:
             fresh = layer.scores.new_empty(slot.shape)
             fresh[:] = layer.rule.fresh_scores(key)
@@ -67,8 +67,8 @@ class CapturedLayer(CacheLayerMixin):
             sink_query = slots.turn_query(layer.rotate_back(query, counts.evicted))
         output, probabilities = self.kernel.attend(
             slots.turn_query(query),
-            self.slots.keys,
-            self.slots.values,
+            self.slots.key_parts(),
+            self.slots.value_parts(),
             scoring,
             visible=self._visible(scoring.window),
             sink_query=sink_query,
@@ -166,7 +166,7 @@ class DecodeStep:
         if not isinstance(kernel, LengthsKernel):
             raise CannotCapture(f"the kernel {kernel.name} is told on the host how much is filled")
         query = self.eager.last_logits.new_empty(0, dtype=self.model.dtype)
-        if (reason := kernel.refuses_lengths(query, slots.keys, slots.values, n_sink)) is not None:
+        if (reason := kernel.refuses_lengths(query, slots.key_parts(), slots.value_parts(), n_sink)) is not None:
             raise CannotCapture(reason)
         key = type(slots), start
         if key not in groups:

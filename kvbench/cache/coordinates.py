@@ -1,11 +1,13 @@
 """Keys and values held as coordinates in a basis: keys before their rotary embedding, rebuilt in every step."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.counts import CapturedSlots, Counts
 from kvbench.cache.rotary import KeyRotation
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
 from kvbench.kernels.parts import Dense, Part, read_all
@@ -66,10 +68,14 @@ class CoordinateSlots(Slots):
         return self.length > 0 and (is_cut or self.codes.has_quantised)
 
     def key_parts(self) -> Sequence[Part]:
-        rebuilt = read_all(self.codes.key_parts(), self.keys.dtype) @ self.keys.mT
+        return [self.rebuilt(self.codes.key_parts())]
+
+    def rebuilt(self, coordinates: Sequence[Part]) -> Dense:
+        """The keys of the first slots from their coordinates, each rotated for its position."""
+        keys = read_all(coordinates, self.keys.dtype) @ self.keys.mT
         if self.rotation is None:
-            return [Dense(rebuilt)]
-        return [Dense(self.rotation.put_on(rebuilt, self.position[..., : self.length]))]
+            return Dense(keys)
+        return Dense(self.rotation.put_on(keys, self.position[..., : keys.shape[2]]))
 
     def value_parts(self) -> Sequence[Part]:
         return self.codes.value_parts()
@@ -78,7 +84,32 @@ class CoordinateSlots(Slots):
         heads = output.unflatten(1, (self.values.shape[0], -1)).to(self.values.dtype)  # [B, Hkv, Hq/Hkv, q, r]
         return torch.einsum("bhgqr,hdr->bhgqd", heads, self.values).flatten(1, 2).to(output.dtype)
 
+    def captured(self) -> CapturedSlots:
+        return CapturedCoordinates(self)
+
+    def count(self) -> None:
+        self.codes.count()
+        self.length = self.codes.length
+
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.codes.buffers(kept)
         yield Buffer("basis", self.keys, 1.0)
         yield Buffer("basis", self.values, 1.0)
+
+
+class CapturedCoordinates(CapturedSlots):
+    """Keys rebuilt from all coordinates in every step, at angles that are computed instead of looked up: no table
+    is long enough for every step to come."""
+
+    def __init__(self, slots: CoordinateSlots) -> None:
+        codes = slots.codes.captured()
+        super().__init__(slots, codes.keys, codes.values)
+        self.packs = False, codes.packs[1]
+        self.whole = copy(slots)
+        self.whole.rotation = None if slots.rotation is None else slots.rotation.without_table()
+
+    def key_parts(self) -> Sequence[Part]:
+        return [self.whole.rebuilt(self.keys)]
+
+    def write(self, counts: Counts, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        self.whole.overwrite(slot, key, value)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Coded, Packed, Part
+from kvbench.kernels.parts import Part, is_packed
 
 if TYPE_CHECKING:
     from kvbench.cache.store import Slots
@@ -38,24 +38,24 @@ class Start:
 class Counts:
     """Counters of layers that count alike, in steps of one token; `begin` and `end` enclose the model's forward.
 
-    seen: int64 [], tokens fed before this step, which is the new token's position; one for the whole cache, advanced
-    by its owner. lengths: int32 [3], as the kernels read them; from `begin` on this step's. advanced: those of them
-    that every token adds to. newest: int64 [1], the slot that a token goes to where none was given up. evicted:
-    int64 []. over: bool [], whether this step exceeds the budget.
+    packs: whether every token's key, and its value, is packed at once. seen: int64 [], tokens fed before this step,
+    which is the new token's position; one for the whole cache, advanced by its owner. lengths: int32 [3], as the
+    kernels read them; from `begin` on this step's. newest: int64 [1], the slot that a token goes to where none was
+    given up. evicted: int64 []. over: bool [], whether this step exceeds the budget.
     """
 
-    def __init__(self, start: Start, seen: Tensor) -> None:
+    def __init__(self, start: Start, seen: Tensor, packs: tuple[bool, bool] = (False, False)) -> None:
         self.seen, self.most, self.budget = seen, start.most, start.budget
         self.lengths = torch.tensor(start.lengths, dtype=torch.int32, device=seen.device)
         self.filled = self.lengths[2:]
-        self.advanced = self.filled
+        self.added = torch.tensor([*packs, True], dtype=torch.int32, device=seen.device)
         self.newest = self.filled.long() - 1
         self.evicted = torch.full_like(seen, start.evicted)
         self.over = torch.zeros_like(seen, dtype=torch.bool)
 
     def begin(self) -> None:
         """Count the token that this step brings."""
-        self.advanced.add_(1).clamp_(max=self.most)
+        self.lengths.add_(self.added).clamp_(max=self.most)
         self.newest.copy_(self.filled - 1)
         if self.budget is not None:
             self.over.copy_(self.seen + 1 - self.evicted > self.budget)
@@ -73,14 +73,6 @@ class Counts:
         return [self.lengths, self.newest, self.evicted, self.over]
 
 
-class PackedCounts(Counts):
-    """Counters of a store that packs every token at once: the three lengths are one."""
-
-    def __init__(self, start: Start, seen: Tensor) -> None:
-        super().__init__(start, seen)
-        self.advanced = self.lengths
-
-
 class CapturedSlots:
     """A layer's slots, over the same memory, written at places that tensors name.
 
@@ -89,16 +81,24 @@ class CapturedSlots:
 
     def __init__(self, slots: "Slots", keys: Sequence[Part], values: Sequence[Part]) -> None:
         self.slots, self.keys, self.values = slots, keys, values
-        self.is_packed = isinstance(keys[0], Packed | Coded)
+        self.packs = is_packed(keys[0]), is_packed(values[0])
+
+    def key_parts(self) -> Sequence[Part]:
+        """The keys of all slots, filled or not."""
+        return self.keys
+
+    def value_parts(self) -> Sequence[Part]:
+        """The values likewise."""
+        return self.values
 
     @property
     def lengths(self) -> tuple[int, int, int]:
         """The host's count, as `Start.lengths`."""
-        packed = self.slots.length if self.is_packed else 0
-        return packed, packed, self.slots.length
+        keys, values = (self.slots.length if packed else 0 for packed in self.packs)
+        return keys, values, self.slots.length
 
     def counts(self, start: Start, seen: Tensor) -> Counts:
-        return PackedCounts(start, seen) if self.is_packed else Counts(start, seen)
+        return Counts(start, seen, self.packs)
 
     def write(self, counts: Counts, slot: Tensor, key: Tensor, value: Tensor) -> None:
         """Put one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], into the slots [B, Hkv, 1]."""

@@ -62,12 +62,12 @@ class RotateBack:
         return self._angles_at(query, tokens, 1)
 
     def _angles_at(self, query: Tensor, first: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
-        cos, sin = self.scaled_angles(query, first, count)
+        position = (first + torch.arange(count, device=query.device)).unsqueeze(0)
+        cos, sin = self.scaled_angles(query, position)
         return cos / self.attention_scaling, sin / self.attention_scaling
 
-    def scaled_angles(self, query: Tensor, first: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions first and following as the model has them: float32 [1, count, rotary_dim]."""
-        position = (first + torch.arange(count, device=query.device)).unsqueeze(0)
+    def scaled_angles(self, query: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [rows, n] as the model has them: float32 [rows, n, rotary_dim]."""
         extra = () if self.layer_type is None else (self.layer_type,)
         cos, sin = self.embed(query.new_zeros(1, dtype=torch.float32), position, *extra)
         return cos, sin
@@ -77,12 +77,17 @@ class KeyRotation:
     """Takes a layer's rotary embedding off keys and puts it on again, each key at a position of its own.
 
     The model's own angles and pairing of channels; its attention scaling (yarn's) stays on the keys throughout, so one
-    undoes the other to the last bits, whatever the angles' precision.
+    undoes the other to the last bits, whatever the angles' precision. On a CPU angles are looked up in a table, unless
+    looks_up=False; elsewhere they are computed, for the table's length would have to be asked of the device.
     """
 
-    def __init__(self, rotate: RotateBack) -> None:
-        self.rotate = rotate
+    def __init__(self, rotate: RotateBack, looks_up: bool = True) -> None:
+        self.rotate, self.looks_up = rotate, looks_up
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin, [positions, rotary_dim]
+
+    def without_table(self) -> "KeyRotation":
+        """The same rotation, which asks no number of the device."""
+        return KeyRotation(self.rotate, looks_up=False)
 
     def take_off(self, key: Tensor, position: Tensor) -> Tensor:
         """Keys [B, Hkv, n, D] as they were before they were rotated for positions [B, Hkv, n]."""
@@ -103,13 +108,22 @@ class KeyRotation:
 
     def _angles(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, n, rotary_dim] of positions [rows, n], without the attention scaling."""
-        last = int(position.max()) if position.numel() else 0
-        if self.table is None or self.table[0].shape[0] <= last or self.table[0].dtype != key.dtype:
-            cos, sin = (turn[0].to(key.dtype) for turn in self.rotate.scaled_angles(key, 0, 2 * last + 256))
-            length = torch.hypot(cos, sin)
-            self.table = cos / length, sin / length
         at = position.long().clamp(min=0)
+        if not self.looks_up or key.device.type != "cpu":
+            return _unscaled(*self.rotate.scaled_angles(key, at), key.dtype)
+        last = int(at.max()) if at.numel() else 0
+        if self.table is None or self.table[0].shape[0] <= last or self.table[0].dtype != key.dtype:
+            every = torch.arange(2 * last + 256).unsqueeze(0)
+            cos, sin = _unscaled(*self.rotate.scaled_angles(key, every), key.dtype)
+            self.table = cos[0], sin[0]
         return self.table[0][at], self.table[1][at]
+
+
+def _unscaled(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both without the attention scaling that they carry alike."""
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    length = torch.hypot(cos, sin)
+    return cos / length, sin / length
 
 
 def key_rotations(model: nn.Module, layers: int) -> list[KeyRotation | None]:

@@ -210,6 +210,11 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
 Part = Dense | Packed | Coded | Split | Paged
 
 
+def is_packed(part: Part) -> bool:
+    """Whether a part's rows are codes, or their first channels are."""
+    return isinstance(part.first_channels if isinstance(part, Split) else part, Packed | Coded)
+
+
 def total_length(parts: Sequence[Part]) -> int:
     """Slots that the parts cover together."""
     return sum(part.length for part in parts)

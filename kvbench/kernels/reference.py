@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, read_all, total_length
+from kvbench.kernels.parts import Dense, Paged, Part, Split, is_packed, read_all, total_length
 from kvbench.kernels.prefill import Scoring, softmax_with_sinks
 
 NAME = "reference"
@@ -81,7 +81,7 @@ def in_slot_order(
     filled = slot < in_all
     sides: list[list[Part]] = []
     for parts, packed, is_ring in ((keys, packed_keys, False), (values, packed_values, True)):
-        capacity = sum(part.length for part in parts if isinstance(part, Packed | Coded))
+        capacity = sum(part.length for part in parts if is_packed(part))
         dense = max(1, total_length(parts) - capacity)
         row = slot % dense if is_ring else (slot - packed).clamp(0, dense - 1)
         index = torch.where(slot < packed, slot, capacity + row).clamp(max=total_length(parts) - 1)

@@ -145,10 +145,12 @@ def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wa
     """
     device = model.device if device is None else device
     kernel = choose(device, dtype, wanted)
-    if kernel.name == "triton" and (method.rule.ragged_heads or method.store.in_blocks):
-        return ReferenceKernel("the Triton kernel does not read blocks of a pool")
     shape, store = shape_of(model.config), method.store
-    if store.calibrates or store.brings_cache or store.in_blocks or shape.mla is not None:
+    if kernel.name == "triton" and (method.rule.ragged_heads or store.in_blocks):
+        return ReferenceKernel("the Triton kernel does not read blocks of a pool")
+    if kernel.name == "triton" and shape.mla == "absorbed":
+        return ReferenceKernel("the Triton kernel does not read rows whose channels lie in two places")
+    if store.calibrates or store.brings_cache or store.in_blocks or shape.mla in ("latent", "absorbed"):
         return kernel
     store.check(shape.head_dim, shape.value_dim)
     slots = store.allocate(SlotShape(1, 1, shape.head_dim, shape.value_dim, PROBE, 1, dtype, device))

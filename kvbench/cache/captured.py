@@ -15,7 +15,7 @@ from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.caches import KVCache
 from kvbench.cache.counts import CannotCapture, CapturedSlots, Counts, Start
 from kvbench.cache.forward import forward
-from kvbench.cache.layer import SlotLayer
+from kvbench.cache.layer import SlotLayer, shared_by_heads
 from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
 from kvbench.kernels import LengthsKernel
 from kvbench.kernels.prefill import Scoring
@@ -49,6 +49,7 @@ class CapturedLayer(CacheLayerMixin):
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["CapturedLayer", Tensor]:
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and hand on the layer itself."""
         layer, counts = self.layer, self.counts
+        key, value = layer.entries(key, value)
         slot = self.slot if self.evicts else counts.newest.expand(*key.shape[:2], 1)
         if layer.rule.budget is not None:
             layer.position.scatter_(-1, slot, counts.seen.to(torch.int32).expand_as(slot))
@@ -77,7 +78,8 @@ class CapturedLayer(CacheLayerMixin):
             lengths=counts.lengths,
         )
         if layer.scores is not None and probabilities is not None and self.reads:
-            layer.scores.copy_(layer.rule.updated_scores(layer.scores, probabilities[..., : layer.capacity]))
+            shared = shared_by_heads(probabilities[..., : layer.capacity], layer.scores.shape[1])
+            layer.scores.copy_(layer.rule.updated_scores(layer.scores, shared))
         if self.evicts:
             self._evict()
         self.slots.settle(counts)
@@ -155,8 +157,6 @@ class DecodeStep:
         """The captured form of one layer; the first of those that count alike makes their counters."""
         if type(layer) is not SlotLayer:
             raise CannotCapture(f"{type(layer).__name__} counts on the host")
-        if layer.latents is not None:
-            raise CannotCapture("latent attention has no captured form yet")
         slots = layer.slots.captured()
         most = slots.lengths[2] if layer.n_free else layer.capacity
         if layer.budget is not None and not layer.n_free:

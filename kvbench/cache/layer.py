@@ -79,8 +79,7 @@ class SlotLayer(CacheLayerMixin):
 
         Raises CacheFull where they exceed what the cache was built for; nothing has changed then.
         """
-        if self.latents is not None:
-            key, value = self.latents.entries(key, value)
+        key, value = self.entries(key, value)
         q = key.shape[2]
         self.check_room(q)
         reused = min(q, self.n_free)
@@ -103,6 +102,10 @@ class SlotLayer(CacheLayerMixin):
         self.kept += q
         self.seen += q
         return self, self
+
+    def entries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model hands `update`, as the slots take it: with latent attention see `Latents.entries`."""
+        return (key, value) if self.latents is None else self.latents.entries(key, value)
 
     def check_room(self, q: int) -> None:
         """Raise CacheFull unless q more tokens fit in one forward."""
@@ -134,9 +137,7 @@ class SlotLayer(CacheLayerMixin):
         )
         if self.scores is not None and probabilities is not None and reads:
             used = self.scores[..., : self.slots.length]
-            # Heads made of shared latents have keys of their own; the decision is one for all.
-            shared = probabilities.flatten(1, 2).unflatten(1, (used.shape[1], -1))
-            used.copy_(self.rule.updated_scores(used, shared))
+            used.copy_(self.rule.updated_scores(used, shared_by_heads(probabilities, used.shape[1])))
         self._evict()
         self.slots.settle()
         return self.slots.turn_back(output)
@@ -192,3 +193,10 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def shared_by_heads(probabilities: Tensor, heads: int) -> Tensor:
+    """[B, Hkv, Hq / Hkv, q, S] for that many KV heads: those made of shared latents have keys of their own, and the
+    decision is one for all."""
+    shared: Tensor = probabilities.flatten(1, 2).unflatten(1, (heads, -1))
+    return shared

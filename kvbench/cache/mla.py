@@ -10,7 +10,7 @@ its own `expand_kv` on what `update` returns, and then attends. Three layouts:
   channels whose value is the latent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.store import Buffer, DenseStore, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Packed, Part, Split, read_all
@@ -147,33 +148,65 @@ class LatentSlots(Slots):
     def has_quantised(self) -> bool:
         return self.codes.has_quantised
 
-    def key_parts(self) -> list[Part]:
-        rotated = self.rotated.keys[:, :, : self.length]
+    def key_parts(self) -> Sequence[Part]:
+        return self.keys_of(self.codes.key_parts())
+
+    def value_parts(self) -> Sequence[Part]:
+        return self.values_of(self.codes.key_parts())
+
+    def keys_of(self, held: Sequence[Part]) -> Sequence[Part]:
+        """The keys of the first slots, whose latents are held so: both as they lie, or all heads' made of them."""
         if not self.absorbs:
-            key = torch.einsum("bsr,hnr->bhsn", self._latent(), self.latents.up[0])
-            return [Dense(torch.cat([key, rotated.to(key.dtype).expand(-1, key.shape[1], -1, -1)], dim=-1))]
+            key = torch.einsum("bsr,hnr->bhsn", self._latent(held), self.latents.up[0])
+            rotated = self.rotated.keys[:, :, : key.shape[2]].to(key.dtype)
+            return [Dense(torch.cat([key, rotated.expand(-1, key.shape[1], -1, -1)], dim=-1))]
         parts: list[Part] = []
         start = 0
-        for part in self.codes.key_parts():
+        for part in held:
             if not isinstance(part, Dense | Packed):
                 raise TypeError(f"latents cannot be held as {type(part).__name__}")
-            parts.append(Split(part, Dense(rotated[:, :, start : start + part.length])))
+            parts.append(Split(part, Dense(self.rotated.keys[:, :, start : start + part.length])))
             start += part.length
         return parts
 
-    def value_parts(self) -> list[Part]:
+    def values_of(self, held: Sequence[Part]) -> Sequence[Part]:
+        """The values likewise."""
         if self.absorbs:
-            return list(self.codes.key_parts())
-        return [Dense(torch.einsum("bsr,hvr->bhsv", self._latent(), self.latents.up[1]))]
+            return held
+        return [Dense(torch.einsum("bsr,hvr->bhsv", self._latent(held), self.latents.up[1]))]
 
-    def _latent(self) -> Tensor:
+    def _latent(self, held: Sequence[Part]) -> Tensor:
         """What is held of c, in the model's dtype: [B, S, r]."""
-        held = read_all(self.codes.key_parts(), torch.promote_types(self.dtype, torch.float32))
-        return self.codes.turn_back(held).squeeze(1).to(self.dtype)
+        rows = read_all(held, torch.promote_types(self.dtype, torch.float32))
+        return self.codes.turn_back(rows).squeeze(1).to(self.dtype)
+
+    def captured(self) -> CapturedSlots:
+        return CapturedLatents(self)
+
+    def count(self) -> None:
+        self.codes.count()
+        self.rotated.count()
+        self.length = self.codes.length
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.codes.buffers(kept)
         yield from self.rotated.buffers(kept)
+
+
+class CapturedLatents(CapturedSlots):
+    """The same, over whole buffers."""
+
+    def __init__(self, slots: LatentSlots) -> None:
+        codes = slots.codes.captured()
+        super().__init__(slots, codes.keys, codes.keys)
+        self.held = slots
+        self.packs = (slots.absorbs and codes.packs[0],) * 2
+
+    def key_parts(self) -> Sequence[Part]:
+        return self.held.keys_of(self.keys)
+
+    def value_parts(self) -> Sequence[Part]:
+        return self.held.values_of(self.keys)
 
 
 def latents_of(model: nn.Module) -> list[Latents] | None:

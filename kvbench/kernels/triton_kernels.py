@@ -95,12 +95,22 @@ def decode(
         scores += pair * ROWS * columns
 
     row = tl.program_id(2) * N + tl.arange(0, N)
-    if key_packed is not None:
-        key_packed = of_head(key_packed, key_strides, batch, head, K_BITS, PTX)
+    if K_BITS != DENSE:  # Triton 3.6 can neither compare nor return a tuple that holds None
+        codes_at, pairs_at = head_at(key_strides, batch, head)
+        key_packed = (
+            key_packed[0] + codes_at, key_packed[1] + pairs_at,
+            None if key_packed[2] is None else key_packed[2] + pairs_at,
+            None if key_packed[3] is None else table_of(key_packed[3], K_BITS, PTX),
+        )  # fmt: skip
     if key_rows is not None:
         key_rows += batch * key_strides[4] + head * key_strides[5]
-    if value_packed is not None:
-        value_packed = of_head(value_packed, value_strides, batch, head, V_BITS, PTX)
+    if V_BITS != DENSE:
+        codes_at, pairs_at = head_at(value_strides, batch, head)
+        value_packed = (
+            value_packed[0] + codes_at, value_packed[1] + pairs_at,
+            None if value_packed[2] is None else value_packed[2] + pairs_at,
+            None if value_packed[3] is None else table_of(value_packed[3], V_BITS, PTX),
+        )  # fmt: skip
     if value_rows is not None:
         value_rows += batch * value_strides[4] + head * value_strides[5]
     key = (key_packed, key_rows, key_strides[6], key_start, key_size, packed_keys)
@@ -125,18 +135,17 @@ def decode(
 
 
 @triton.jit
-def of_head(packed, strides, batch, head, BITS: tl.constexpr, PTX: tl.constexpr):
-    """(codes, scale, minimum, levels) of one KV head, the levels as `levels_at` wants them."""
-    codes, scale, minimum, levels = packed
-    codes += batch * strides[0] + head * strides[1]
-    at = batch * strides[2] + head * strides[3]
-    if levels is None:
-        result = codes, scale + at, minimum + at, None
-    elif PTX:
-        result = codes, scale + at, None, byte_tables(levels, BITS)
-    else:
-        result = codes, scale + at, None, levels
-    return result
+def head_at(strides, batch, head):
+    """How far into the codes, and into their pairs or norms, one KV head begins."""
+    return batch * strides[0] + head * strides[1], batch * strides[2] + head * strides[3]
+
+
+@triton.jit
+def table_of(levels, BITS: tl.constexpr, PTX: tl.constexpr):
+    """The levels as `levels_at` wants them."""
+    if PTX:
+        levels = byte_tables(levels, BITS)
+    return levels
 
 
 @triton.jit

@@ -6,16 +6,15 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvbench.cache.counts import CannotCapture
 from kvbench.cache.groups import check_groups
-from kvbench.cache.residual import PerChannel, PerToken
+from kvbench.cache.residual import PerChannel, PerToken, Side
 from kvbench.cache.rule import is_whole
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
 from kvbench.methods.kivi_captured import CapturedKivi
 
-AXES: dict[str, type[PerChannel | PerToken]] = {"channel": PerChannel, "token": PerToken}
+AXES: dict[str, type[Side]] = {"channel": PerChannel, "token": PerToken}
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,6 @@ class KiviSlots(Slots):
         return self.values.parts()
 
     def captured(self) -> CapturedKivi:
-        if not isinstance(self.keys, PerChannel) or not isinstance(self.values, PerToken):
-            raise CannotCapture("KIVI has a captured form for keys per channel and values per token only")
         return CapturedKivi(self, self.keys, self.values)
 
     def buffers(self, kept: int) -> Iterator[Buffer]:

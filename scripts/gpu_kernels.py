@@ -68,10 +68,11 @@ def packed_rows(axis: Axis, bits: int, shape: Shape, batch: int, n: int, device:
 def kivi(bits: int, shape: Shape, batch: int, context: int, device: torch.device) -> Cache:
     """KIVI's two sides with a full residual behind them."""
     n = context - RESIDUAL
-    tail = shape, batch, RESIDUAL, device
-    residual = dense(*tail)
-    keys: list[Part] = [packed_rows("token", bits, shape, batch, n, device), *residual[0]]
-    return keys, [packed_rows("channel", bits, shape, batch, n, device), *residual[1]], lengths(n, context, device)
+    newest_keys, newest_values, _ = dense(shape, batch, RESIDUAL, device)
+    keys: list[Part] = [packed_rows("token", bits, shape, batch, n, device), *newest_keys]
+    values: list[Part] = [packed_rows("channel", bits, shape, batch, n, device),
+                          *(Dense(part.rows, is_ring=True) for part in newest_values)]  # fmt: skip
+    return keys, values, lengths(n, context, device)
 
 
 def per_token(bits: int, shape: Shape, batch: int, context: int, device: torch.device) -> Cache:

@@ -107,7 +107,7 @@ def whole_kivi(slots: KiviSlots) -> tuple[Parts, Tensor]:
         [Packed(keys.codes, keys.scale, keys.minimum, keys.bits, keys.group_size, keys.axis),
          Dense(slots.keys.residual)],
         [Packed(values.codes, values.scale, values.minimum, values.bits, values.group_size, values.axis),
-         Dense(slots.values.residual)],
+         Dense(slots.values.residual, is_ring=True)],
     )  # fmt: skip
     lengths = torch.tensor([keys.length, values.length, slots.length], dtype=torch.int32, device=keys.codes.device)
     return parts, lengths

@@ -270,8 +270,9 @@ ROTATIONS = key_rotations(MODEL, 1)
 BASES = bases_of(MODEL, torch.randint(97, (2, 64)), ROTATIONS)
 
 CAPTURED = {
-    "kivi4": Method("m", Full(), Kivi(4, 4, 32, 32)), "h2o+int4": Method("m", H2O(36), PerToken(4, 4)),
-    "streaming_llm": Method("m", StreamingLLM(36), DenseStore()),
+    "kivi4": Method("m", Full(), Kivi(4, 4, 32, 32)),
+    "kivi4, keys per token": Method("m", Full(), Kivi(4, 4, 32, 32, k_axis="token")),
+    "h2o+int4": Method("m", H2O(36), PerToken(4, 4)), "streaming_llm": Method("m", StreamingLLM(36), DenseStore()),
     "turbo": Method("m", Full(), Turbo(4, 3)),
     "h2o+lowrank int4": Method("m", H2O(36), LowRank(k_bits=4, v_bits=4).calibrated(BASES, ROTATIONS)),
 }  # fmt: skip

@@ -16,6 +16,9 @@ class PerChannel:
     After `settle` the residual holds fewer than R tokens. length: tokens held, quantised or not.
     """
 
+    ring: int | None = None
+    """Rows of a residual that is a ring; this one is not."""
+
     def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
         self.residual_length, self.length = residual_length, 0
         self.groups = Groups("token", bits, group_size, shape.slots // residual_length * residual_length, width, shape)
@@ -41,6 +44,28 @@ class PerChannel:
             self.groups.append(self.residual[:, :, :r])
             rest = self.length - self.groups.length
             self.residual[:, :, :rest] = self.residual[:, :, r : r + rest].clone()
+
+    def whole(self) -> Sequence[Part]:
+        """All of both buffers, filled or not."""
+        return [self.groups.whole(), Dense(self.residual)]
+
+    def quantise_oldest(self, packed: Tensor) -> None:
+        """Nothing leaves this residual token by token."""
+
+    def quantise_block(self, packed: Tensor) -> None:
+        """Quantise the residual's R tokens behind those quantised, `packed` int32 [1] of them; on the device."""
+        size = self.groups.group_size
+        blocks = torch.arange(self.residual_length // size, device=packed.device)
+        self.groups.put(packed.long() // size + blocks, self.residual[:, :, : self.residual_length])
+
+    @property
+    def block_is_due(self) -> bool:
+        """Whether the residual holds R tokens, on the host's count."""
+        return self.length - self.groups.length >= self.residual_length
+
+    def count(self) -> None:
+        """On the host: a token has been written."""
+        self.length += 1
 
     def parts(self) -> Sequence[Part]:
         rest = self.length - self.groups.length
@@ -90,6 +115,35 @@ class PerToken:
             oldest = self._ring()[0]
             self.groups.append(oldest[:, :, : min(leaving, oldest.shape[2])])
 
+    @property
+    def ring(self) -> int:
+        """Rows of the residual."""
+        return self.residual.shape[2]
+
+    def whole(self) -> Sequence[Part]:
+        """All of both buffers, filled or not."""
+        return [self.groups.whole(), Dense(self.residual, is_ring=True)]
+
+    def quantise_oldest(self, packed: Tensor) -> None:
+        """Quantise the token that leaves the ring behind those quantised, `packed` int32 [1] of them; on the device.
+
+        Until the ring is full that is row 0, over and over: not counted as filled, nothing reads it.
+        """
+        if self.groups.codes.shape[2]:
+            leaving = packed.long()
+            self.groups.put(leaving, self.residual.index_select(2, leaving % self.ring))
+
+    def quantise_block(self, packed: Tensor) -> None:
+        """Nothing is quantised in blocks."""
+
+    block_is_due = False
+
+    def count(self) -> None:
+        """On the host: a token has been written, and one has left the ring where it was full."""
+        self.length += 1
+        if self.length - self.groups.length > self.residual_length:
+            self.groups.length += 1
+
     def parts(self) -> Sequence[Part]:
         return [*self.groups.parts(), *(Dense(rows) for rows in self._ring())]
 
@@ -110,6 +164,10 @@ class PerToken:
         """Bytes of the buffers, by formula."""
         rows = max(0, shape.slots - residual_length)
         return planned_groups(bits, group_size, rows, width, shape) + planned_residual(residual_length, width, shape)
+
+
+Side = PerChannel | PerToken
+"""The keys or the values of a layer."""
 
 
 def residual_rows(residual_length: int, width: int, shape: SlotShape) -> Tensor:

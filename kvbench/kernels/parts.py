@@ -19,9 +19,14 @@ Axis = Literal["token", "channel"]
 
 @dataclass(frozen=True)
 class Dense:
-    """Rows in a float dtype of 8 to 64 bits: [B, Hkv, n, D]."""
+    """Rows in a float dtype of 8 to 64 bits: [B, Hkv, n, D].
+
+    is_ring: of a whole buffer whose filling is told on the device, that slot i stands in row i modulo n; else rows
+    begin with the first slot behind the packed ones.
+    """
 
     rows: Tensor
+    is_ring: bool = False
 
     @property
     def length(self) -> int:

@@ -32,8 +32,8 @@ def attend(
         sink_query: [B, Hq, q, D]; the query to use for the first `n_sink` slots instead (StreamingLLM's positions).
         lengths: int32 on the device, broadcastable to [B, Hkv, 3]: slots whose keys are packed, whose values are
             packed, and filled ones in all. The parts then span whole buffers: at most one packed part, then at most
-            one of dense rows. Dense keys begin at row 0, and the dense value of slot i is row i modulo the rows there
-            are. Slots that are not filled get probability 0; `visible` spans all of them.
+            one of dense rows, perhaps a ring. Slots that are not filled get probability 0; `visible` spans all of
+            them.
 
     Returns:
         output [B, Hq, q, Dv] in the query's dtype; probabilities [B, Hkv, Hq / Hkv, q, S] in the computing dtype
@@ -80,9 +80,10 @@ def in_slot_order(
     packed_keys, packed_values, in_all = (lengths[..., i, None].long() for i in range(3))
     filled = slot < in_all
     sides: list[list[Part]] = []
-    for parts, packed, is_ring in ((keys, packed_keys, False), (values, packed_values, True)):
+    for parts, packed in ((keys, packed_keys), (values, packed_values)):
         capacity = sum(part.length for part in parts if is_packed(part))
         dense = max(1, total_length(parts) - capacity)
+        is_ring = isinstance(parts[-1], Dense) and parts[-1].is_ring
         row = slot % dense if is_ring else (slot - packed).clamp(0, dense - 1)
         index = torch.where(slot < packed, slot, capacity + row).clamp(max=total_length(parts) - 1)
         rows = read_all(parts, dtype)

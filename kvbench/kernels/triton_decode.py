@@ -194,6 +194,7 @@ PROGRAMS = ("both_programs", "one_programs", "none_programs")
 def _pieces(work: Work) -> dict[str, Any]:
     """The kernel's arguments about where queries, keys, values and the mask lie."""
     key, value, visible = work.key, work.value, work.visible
+    sizes = [side.size if work.lengths is None or side.is_ring else None for side in (key, value)]
     if visible is not None:
         batch, _, tokens, _ = work.query.shape
         visible = visible.expand(batch, work.kv_heads, tokens, key.length)
@@ -201,9 +202,9 @@ def _pieces(work: Work) -> dict[str, Any]:
         "query": work.query, "sink_query": work.sink_query, "n_sink": work.n_sink,
         "visible": visible, "visible_strides": None if visible is None else visible.stride(),
         "key_packed": key.pointers(), "key_rows": key.dense, "key_strides": key.strides(),
-        "key_start": key.start, "key_size": key.size, "packed_keys": key.packed_length,
+        "key_start": key.start, "key_size": sizes[0], "packed_keys": key.packed_length,
         "value_packed": value.pointers(), "value_rows": value.dense, "value_strides": value.strides(),
-        "value_start": value.start, "value_size": value.size, "packed_values": value.packed_length,
+        "value_start": value.start, "value_size": sizes[1], "packed_values": value.packed_length,
     }  # fmt: skip
 
 

@@ -69,6 +69,8 @@ def decode(
     if lengths is not None:
         lengths += batch * lengths_strides[0] + head * lengths_strides[1]
         packed_keys, packed_values, slots = tl.load(lengths), tl.load(lengths + 1), tl.load(lengths + 2)
+        if key_size is not None:
+            key_start = packed_keys % key_size
         if value_size is not None:
             value_start = packed_values % value_size
     both, either = tl.minimum(packed_keys, packed_values), tl.maximum(packed_keys, packed_values)

@@ -26,7 +26,8 @@ class Side:
     """The keys or the values of a store.
 
     packed: the first slots. dense: rows from row 0 of a ring of `size` rows, or of a plain buffer where size is None;
-    the slots after the packed ones begin at row `start`. dense_length: how many those are.
+    the slots after the packed ones begin at row `start`. dense_length: how many those are. is_ring: whether `start`
+    follows from how many are packed, where that is told on the device.
     """
 
     packed: Packed | Coded | None
@@ -34,6 +35,7 @@ class Side:
     start: int
     size: int | None
     dense_length: int
+    is_ring: bool = False
 
     @property
     def packed_length(self) -> int:
@@ -70,6 +72,7 @@ class Side:
 def side_of(parts: Sequence[Part]) -> Side | None:
     """The parts as one side; None where they are anything else than packed rows followed by a ring of dense ones."""
     packed = parts[0] if parts and isinstance(parts[0], Packed | Coded) else None
+    rings = [part.is_ring for part in parts if isinstance(part, Dense)]
     dense = [part.rows for part in parts if isinstance(part, Dense)]
     if len(dense) + (packed is not None) != len(parts) or len(dense) > 2 or total_length(parts) == 0:
         return None
@@ -77,7 +80,7 @@ def side_of(parts: Sequence[Part]) -> Side | None:
         return Side(packed, None, 0, None, 0)
     if len(dense) == 1:  # behind packed rows it is a ring that happens not to wrap now
         n = dense[0].shape[2]
-        return Side(packed, dense[0], 0, None if packed is None else n, n)
+        return Side(packed, dense[0], 0, None if packed is None else n, n, rings[0])
     start = _ring_start(*dense)
     if start is None:
         return None

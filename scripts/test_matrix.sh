@@ -16,8 +16,9 @@ fi
 echo "--- sweeps through a real Slurm"
 bash scripts/test_slurm.sh
 
-echo "--- the engine against the oldest supported transformers"
+echo "--- the engine and the GPU kernels against the oldest supported transformers and Triton"
 oldest=5.17.0
+oldest_triton=3.6.0
 aside=.venv-$oldest
 if [ "$(cat "$aside/installed" 2>/dev/null)" != "$(fingerprint)" ]; then
     rm -rf "$aside"
@@ -34,7 +35,10 @@ behind = own.as_posix().replace(sys.prefix, sys.argv[1], 1)
 (own / "behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")
 PYTHON
     "$aside/bin/python" -m pip install --quiet "transformers==$oldest"
+    "$aside/bin/python" -m pip install --quiet --no-deps "triton==$oldest_triton"
     fingerprint >"$aside/installed"
 fi
 "$aside/bin/python" -c "import transformers; assert transformers.__version__ == '$oldest', transformers.__file__"
+"$aside/bin/python" -c "import triton; assert triton.__version__ == '$oldest_triton', triton.__file__"
+"$aside/bin/python" -m pytest tests/test_kernels_triton.py
 exec "$aside/bin/python" -m pytest -n 2 --dist loadfile -m "engine and not slow"

@@ -21,6 +21,7 @@ from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore
 from kvbench.errors import UserError
 from kvbench.measure import needle as measured
+from kvbench.measure import prefills
 from kvbench.measure.bench import Bench
 from kvbench.measure.haystack import TASKS, Draft, Words, is_hit, recall
 from kvbench.measure.needle import needle
@@ -292,14 +293,14 @@ def test_a_baseline_that_broke_half_way_calls_nothing_uninformative() -> None:
 
 
 def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = measured.prefill
+    plain = prefills.prefill
 
-    def too_long(model: Any, ids: Tensor, rules: Any) -> Any:
+    def too_long(model: Any, ids: Tensor, *rest: Any) -> Any:
         if ids.shape[1] >= LENGTH:
             raise torch.OutOfMemoryError("too long")
-        return plain(model, ids, rules)
+        return plain(model, ids, *rest)
 
-    monkeypatch.setattr(measured, "prefill", too_long)
+    monkeypatch.setattr(prefills, "prefill", too_long)
     here = bench(methods("full", "h2o"))
     rows = rows_of(needle(here, settings(lengths=[LENGTH, 90])))
     assert {(row.method, row.context) for row in rows} == {("full", 90), ("h2o", 90)}

@@ -20,7 +20,7 @@ from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
 from kvbench.decode import generate, step
 from kvbench.kernels import compiled
-from kvbench.measure import perplexity as measured
+from kvbench.measure import prefills
 from kvbench.measure.bench import Bench
 from kvbench.measure.perplexity import perplexity, window_offsets
 from kvbench.messages import names
@@ -324,7 +324,7 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
     def out_of_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("too long")
 
-    monkeypatch.setattr(measured, "prefill", out_of_memory)
+    monkeypatch.setattr(prefills, "prefill", out_of_memory)
     here = bench(methods("full", "h2o"))
     (finding,) = perplexity(here, settings(windows=2, batch=1))
     assert (finding.rows, [s["methods"] for s in finding.samples]) == ([], [[], []])

@@ -22,7 +22,7 @@ from kvbench import progress
 from kvbench.__main__ import main
 from kvbench.errors import UserError
 from kvbench.limits import check_lengths, small_prompts
-from kvbench.measure import perplexity as perplexity_module
+from kvbench.measure import prefills as prefills_module
 from kvbench.progress import Progress
 from kvbench.results import find_runs, load, read_status
 from kvbench.settings import Latency, Memory, Perplexity
@@ -103,7 +103,7 @@ def test_a_prefill_that_runs_out_of_memory_costs_its_measure_alone(monkeypatch: 
     def out_of_memory(*args: Any) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr(perplexity_module, "prefill", out_of_memory)
+    monkeypatch.setattr(prefills_module, "prefill", out_of_memory)
     code = main([*TINY, "measure=[perplexity,memory]", *PERPLEXITY, *MEMORY, "compare=[h2o]", "budget=12"])
     frame = load(the_run())
     assert code == 3

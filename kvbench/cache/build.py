@@ -64,11 +64,13 @@ class Method:
 
 
 @torch.inference_mode()
-def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ()) -> PrefillRecord:
+def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = (),
+            on_host: bool = False) -> PrefillRecord:  # fmt: skip
     """Run prompts once with exact attention and record what the rules ask for.
 
     Args:
         ids: int64 [B, T], prompts of one length, no padding.
+        on_host: layer by layer the record goes to the host's memory, and comes back when a cache is built from it.
 
     Raises UserError for ids that are not such a batch, and for families that cannot be recorded.
     """
@@ -76,7 +78,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = ())
     observations = [observation for rule in rules for observation in rule.observations()]
     rotations = _rotations(model, any(observation.before_rotation for observation in observations), BEFORE)
     states = empty_states(model.config)
-    cache = record_cache(observations, rotations, latents_of(model), states)
+    cache = record_cache(observations, rotations, latents_of(model), states, on_host)
     with kvbench_attention(model):
         started = clock(ids.device)
         logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
@@ -123,12 +125,12 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         return stock
     # Before the clock starts: it may compile.
     decode = {device.type: decode_kernel(method, model, record.layers[0].key.dtype, kernel, device)
-              for device in {layer.key.device for layer in record.layers}}  # fmt: skip
+              for device in {layer.device for layer in record.layers}}  # fmt: skip
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     count = len(record.layers)
-    layers = [_build_layer(layer, count, method, rotations, max_new_tokens, max_step, decode[layer.key.device.type],
-                           None if latents is None else latents[layer.index], depth)
+    layers = [_build_layer(layer.at_home(), count, method, rotations, max_new_tokens, max_step,
+                           decode[layer.device.type], None if latents is None else latents[layer.index], depth)
               for depth, layer in enumerate(record.layers)]  # fmt: skip
     states = [state.copy() for state in record.states]
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens, states)

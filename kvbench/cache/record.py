@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ class LayerRecord:
 
     index: the layer, as the model counts. key [B, Hkv, T, D] and value [B, Hkv, T, Dv]: as the cache received them,
     keys rotated. scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities.
-    rotation: how the layer's rotary embedding is taken off again, where an observation needs that.
+    rotation: how the layer's rotary embedding is taken off again, where an observation needs that. home: where the
+    layer runs, if its tensors wait in the host's memory.
     """
 
     index: int
@@ -30,6 +31,31 @@ class LayerRecord:
     scoring: Scoring
     observed: dict[Observation, Tensor] = field(default_factory=dict)
     rotation: RotateBack | None = None
+    home: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where caches of the layer are built."""
+        return self.key.device if self.home is None else self.home
+
+    def on_host(self) -> "LayerRecord":
+        """A copy in the host's memory."""
+        return self._moved(torch.device("cpu"), home=self.device)
+
+    def at_home(self) -> "LayerRecord":
+        """The same where the layer runs: itself, unless it waits in the host's memory."""
+        return self if self.home is None else self._moved(self.home, home=None)
+
+    def _moved(self, device: torch.device, home: torch.device | None) -> "LayerRecord":
+        key = self.key.to(device, copy=True)
+        value = key[..., : self.value.shape[-1]] if self.is_shared else self.value.to(device, copy=True)
+        observed = {observation: seen.to(device, copy=True) for observation, seen in self.observed.items()}
+        return replace(self, key=key, value=value, observed=observed, home=home)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the value is the first channels of the key, as with latent attention."""
+        return self.key.data_ptr() == self.value.data_ptr()  # GPT-2's share a storage, and are two things in it
 
     def turned_back(self, first: int, count: int) -> Tensor:
         """Keys times the transposed mean rotation over positions first .. first + count - 1: float32 [B, Hkv, T, D]."""
@@ -40,8 +66,7 @@ class LayerRecord:
     @property
     def token_numbers(self) -> int:
         """Numbers that a token of a row takes: with latent attention the value is a part of the key."""
-        shared = self.key.untyped_storage().data_ptr() == self.value.untyped_storage().data_ptr()
-        return self.key.shape[1] * (self.key.shape[-1] + (0 if shared else self.value.shape[-1]))
+        return self.key.shape[1] * (self.key.shape[-1] + (0 if self.is_shared else self.value.shape[-1]))
 
 
 @dataclass
@@ -69,14 +94,17 @@ class RecordLayer(CacheLayerMixin):
     """A cache layer that keeps a prompt's keys and values as they come, and attends exactly.
 
     latents: where the model has multi-head latent attention, what turns its latents into what is recorded.
+    on_host: the record goes to the host's memory as soon as the layer has attended.
     """
 
     is_sliding = False
 
     def __init__(self, index: int, observations: Iterable[Observation], rotation: RotateBack | None,
-                 latents: Latents | None = None) -> None:  # fmt: skip
+                 latents: Latents | None = None, on_host: bool = False) -> None:  # fmt: skip
         super().__init__()
-        self.index, self.latents = index, latents
+        self.index, self.latents, self.on_host, self.seen = index, latents, on_host, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self.rotation = rotation
         self.wanted = tuple(observations)
         self.observe_ms = dict.fromkeys(self.wanted, 0.0)
@@ -91,26 +119,28 @@ class RecordLayer(CacheLayerMixin):
             raise RuntimeError("a prefill record takes its prompt in one forward")
         if self.latents is not None:
             key, value = self.latents.entries(key, value)
-        self.keys, self.values, self.is_initialized = key, value, True
+        self.keys, self.values, self.seen, self.is_initialized = key, value, key.shape[2], True
         return self, value
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Exact causal attention, [B, Hq, T, Dv]; the observations are made, and timed, on the way."""
         if self.keys is None or self.values is None:
             raise RuntimeError("attention before update")
-        self.record = LayerRecord(self.index, self.keys, self.values, scoring, rotation=self.rotation)
+        record = LayerRecord(self.index, self.keys, self.values, scoring, rotation=self.rotation)
         # A layer with a window of its own is bounded already and no rule decides there.
         for observation in self.wanted if scoring.window is None else ():
             started = clock(query.device)
             seen = query if self.latents is None else self.latents.absorb(query)
-            self.record.observed[observation] = observation.compute(seen, self.keys, scoring, self.rotation)
+            record.observed[observation] = observation.compute(seen, self.keys, scoring, self.rotation)
             self.observe_ms[observation] += 1e3 * (clock(query.device) - started)
-        if self.latents is not None:
-            return causal_attention(query, *self.latents.heads(self.keys, self.values), scoring)
-        return causal_attention(query, self.keys, self.values, scoring)
+        held = self.keys, self.values
+        output = causal_attention(query, *(held if self.latents is None else self.latents.heads(*held)), scoring)
+        self.record = record.on_host() if self.on_host else record
+        self.keys = self.values = None  # the record's alone
+        return output
 
     def get_seq_length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -120,12 +150,13 @@ class RecordLayer(CacheLayerMixin):
 
 
 def record_cache(observations: Iterable[Observation], rotations: Sequence[RotateBack | None],
-                 latents: Sequence[Latents] | None = None, states: Sequence[StateLayer] = ()) -> Cache:  # fmt: skip
+                 latents: Sequence[Latents] | None = None, states: Sequence[StateLayer] = (),
+                 on_host: bool = False) -> Cache:  # fmt: skip
     """A cache of `RecordLayer`s, one for each of `rotations`, but of `states` in their places."""
     wanted = tuple(dict.fromkeys(observations))
     ways: Sequence[Latents | None] = [None] * len(rotations) if latents is None else latents
     elsewhere = {state.index for state in states}
-    layers = [RecordLayer(i, wanted, rotation, way)
+    layers = [RecordLayer(i, wanted, rotation, way, on_host)
               for i, (rotation, way) in enumerate(zip(rotations, ways, strict=True)) if i not in elsewhere]  # fmt: skip
     return Cache(layers=in_model_order(layers, states))
 

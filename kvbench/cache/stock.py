@@ -85,7 +85,8 @@ class StockCache(Cache):
         for layer, recorded in zip(layers, record.layers, strict=True):
             if recorded.scoring.window is not None:
                 raise UserError("transformers' quantised caches have no sliding-window layers, and this model does")
-            layer.update(recorded.key.clone(), recorded.value.clone())
+            here = recorded.at_home()
+            layer.update(here.key.clone(), here.value.clone())
         super().__init__(layers=in_model_order(layers, states))
         self.attention_layers, self.states = layers, states
         self.last_logits = record.logits.clone()

@@ -1,5 +1,6 @@
 """What every measure is given: the model, the methods, the text, and where failures go."""
 
+import gc
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_HOST_MEMORY in str(error)
 
 
+def give_memory_back() -> None:
+    """What nobody refers to any more goes back to the allocator, and a GPU's from torch's to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def failure(error: BaseException) -> dict[str, Any]:
     """An error as the columns `status` and `note` of the row that it leaves."""
     status = "oom" if is_out_of_memory(error) else "failed"
     return {"status": status, "note": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames that an error came through hold: until a `with` block is left they are alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,7 @@ class Bench:
     failures: label and row of the cells that could not be measured. kept: what caches
     held, where `save_kept`. `kernel` is what build_cache is asked for.
     spec: how a process of its own can load the model; None: it cannot.
+    ways: label of methods whose prefill was not the one of all, and how it was: see `kvbench.measure.prefills`.
     """
 
     loaded: LoadedModel
@@ -77,6 +93,7 @@ class Bench:
     failures: list[tuple[str, Row]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
+    ways: dict[str, str] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Entry:
@@ -101,9 +118,11 @@ class Bench:
             return
         row = replace(entry.row, measure=measure, **where)
         held = {layer.index: layer.kept_positions() for layer in cache.compressible}
-        for b, sample in enumerate(samples):
-            layers = {layer: [head[head != EMPTY].tolist() for head in of_row[b]] for layer, of_row in held.items()}
-            self.kept.append(Kept(row, sample, layers))
+        self.kept += [
+            Kept(row, sample, {layer: [head[head != EMPTY].tolist() for head in of_row[b]]
+                               for layer, of_row in held.items()})
+            for b, sample in enumerate(samples)
+        ]  # fmt: skip
 
     @contextmanager
     def cell(self, entry: Entry, measure: str, **where: Any) -> Iterator[None]:
@@ -125,8 +144,9 @@ class Bench:
             rows = {e.label: replace(e.row, measure=measure, **failure(error), **where) for e in entries}
             self.failures.extend(rows.items())
             self.tracebacks.append(f"{', '.join(rows)} {measure} {where}\n{traceback.format_exc()}")
-        if out_of_memory and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # here the frames that held the memory are gone
+            _clear_frames(error)
+        if out_of_memory:
+            give_memory_back()
 
     def alive(self, measure: str, **where: Any) -> list[Entry]:
         """The methods that have not failed in that measure (at that place)."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvbench.cache.build import build_cache, prefill
-from kvbench.cache.record import PrefillRecord
+from kvbench.cache.caches import AnyCache
 from kvbench.decode import generate
 from kvbench.measure.asked import engagement
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
+from kvbench.measure.prefills import each_cache
 from kvbench.measure.statistics import Units, bounds, mean_interval, wilson
 from kvbench.model import end_tokens
 from kvbench.rows import Row
@@ -58,21 +58,18 @@ def prompt_offsets(tokens: int, context: int, samples: int) -> list[int]:
 def _answer(bench: Bench, settings: Fidelity, context: int, offsets: list[int], first: int,
             answers: dict[str, dict[int, Answer]]) -> None:  # fmt: skip
     model, ends = bench.loaded.model, end_tokens(bench.loaded)
-    entries = bench.alive("fidelity", context=context)
     ids = torch.stack([bench.window(o, context) for o in offsets]).to(bench.loaded.device)
-    record: PrefillRecord | None = None
-    with bench.shared(entries, "fidelity", context=context):
-        record = prefill(model, ids, [entry.method.rule for entry in entries])
-    for entry in entries if record is not None else []:
-        with bench.cell(entry, "fidelity", context=context):
-            cache = build_cache(model, entry.method, record, max_new_tokens=settings.tokens, kernel=bench.kernel)
-            # With several ends the loop does not know when to stop: what follows the first is cut off below.
-            said = generate(model, None, cache, settings.tokens, ends[0] if len(ends) == 1 else None).tolist()
-            for i, tokens in enumerate(said):
-                stop = next((t + 1 for t, token in enumerate(tokens) if token in ends), None)
-                answers[entry.label][first + i] = Answer(
-                    tokens[:stop], stop is not None, cache.has_compressed, cache.kept_tokens
-                )
+
+    def answer(entry: Entry, cache: AnyCache) -> None:
+        # With several ends the loop does not know when to stop: what follows the first is cut off below.
+        said = generate(model, None, cache, settings.tokens, ends[0] if len(ends) == 1 else None).tolist()
+        for i, tokens in enumerate(said):
+            stop = next((t + 1 for t, token in enumerate(tokens) if token in ends), None)
+            answers[entry.label][first + i] = Answer(
+                tokens[:stop], stop is not None, cache.has_compressed, cache.kept_tokens
+            )
+
+    each_cache(bench, ids, answer, settings.tokens, 1, "fidelity", context=context)
 
 
 def divergence(mine: list[int], full: list[int]) -> int | None:

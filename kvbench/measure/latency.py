@@ -21,6 +21,7 @@ from kvbench.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.generation import Generation, generation
 from kvbench.measure.machine import Machine, machine_now, read_bandwidth
+from kvbench.measure.prefills import announce, ways_of
 from kvbench.measure.statistics import bounds, median_interval, percentile_interval
 from kvbench.measure.throughput import throughput
 from kvbench.rows import Row
@@ -76,28 +77,53 @@ def latency(bench: Bench, settings: Latency) -> Iterator[Finding]:
     medians: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for context in settings.contexts:
         for batch in settings.batches:
-            rows, found = _at(bench, settings, context, batch)
-            for label, median in found.items():
-                medians.setdefault((label, batch), []).append((context, median))
-            yield Finding(rows)
+            found = _at(bench, settings, context, batch)
+            for label, rows in found.items():
+                points = [(context, row.value) for row in rows if row.metric == "tpot_p50_ms" and row.value is not None]
+                medians.setdefault((label, batch), []).extend(points)
+            yield Finding([row for rows in found.values() for row in rows])
         if settings.throughput:
             yield Finding(list(throughput(bench, settings, context)))
     yield Finding([row for batch in settings.batches for entry in bench.entries
                    for row in slope(entry, medians.get((entry.label, batch), []), batch)])  # fmt: skip
 
 
-def _at(bench: Bench, settings: Latency, context: int, batch: int) -> tuple[list[Row], dict[str, float]]:
-    """The rows of a context and batch, and the median step of each method."""
-    record, runs = _timed(bench, settings, context, batch)
+def _at(bench: Bench, settings: Latency, context: int, batch: int) -> dict[str, list[Row]]:
+    """The rows of each method at a context and batch.
+
+    All decode in turns from one prefill; those for which memory ran out do so again on the next of the `ways_of`
+    prefilling, where fewer or none are beside them.
+    """
+    found: dict[str, list[Row]] = {}
+    waiting, ways = bench.entries, ways_of(bench.loaded.device, len(bench.entries))
+    for way in ways:
+        if waiting and way is not ways[0]:
+            announce(bench, way)
+        for group in [waiting] if way.together else [[entry] for entry in waiting]:
+            trial = replace(bench, entries=group, failures=[], tracebacks=[])
+            rows = _together(trial, settings, context, batch, way.on_host) if group else {}
+            again = {label for label, row in trial.failures if row.status == "oom" and way is not ways[-1]}
+            final = [failure for failure in trial.failures if failure[0] not in again]
+            bench.failures.extend(final)
+            bench.tracebacks.extend(trial.tracebacks if final else [])
+            waiting = [entry for entry in waiting if entry not in group or entry.label in again]
+            found |= {label: of_method for label, of_method in rows.items() if label not in again}
+            bench.ways |= {label: way.note for label in rows if label not in again and way.note is not None}
+    return found
+
+
+def _together(bench: Bench, settings: Latency, context: int, batch: int, on_host: bool) -> dict[str, list[Row]]:
+    """The rows of methods whose caches are built from one record."""
+    record, runs = _timed(bench, settings, context, batch, on_host)
     if record is None:
-        return [], {}
+        return {}
     machine = machine_now(bench.loaded.device)
-    rows = [row for run in runs for row in _rows(bench, run, record, context, machine)]
-    medians = {run.entry.label: float(np.median(run.step_ms)) for run in runs}
+    found = {run.entry.label: list(_rows(bench, run, record, context, machine)) for run in runs}
     entries = [run.entry for run in runs]
     runs.clear()  # the caches make room for those that generate
-    said = _generations(bench, settings, record, entries, context)
-    return [*rows, *(row for each in said for row in each.rows(bench.seed))], medians
+    for said in _generations(bench, settings, record, entries, context):
+        found[said.entry.label] += said.rows(bench.seed)
+    return found
 
 
 def batch_ids(bench: Bench, batch: int, length: int) -> Tensor:
@@ -107,13 +133,14 @@ def batch_ids(bench: Bench, batch: int, length: int) -> Tensor:
     return torch.stack([bench.window(s, length) for s in starts]).to(bench.loaded.device)
 
 
-def _timed(bench: Bench, settings: Latency, context: int, batch: int) -> tuple[PrefillRecord | None, list[Timed]]:
+def _timed(bench: Bench, settings: Latency, context: int, batch: int,
+           on_host: bool) -> tuple[PrefillRecord | None, list[Timed]]:  # fmt: skip
     steps = settings.warmup + settings.steps
     where = {"context": context, "batch": batch}
     name = f"latency {context}" if batch == 1 else f"latency {context} x {batch}"
     with bench.progress.phase(name, steps * len(bench.entries)) as advance:
         ids = batch_ids(bench, batch, context + steps)
-        record, runs = _build(bench, settings, ids[:, :context], where)
+        record, runs = _build(bench, settings, ids[:, :context], where, on_host)
         rounds = [min(ROUND, settings.steps - first) for first in range(0, settings.steps, ROUND)]
         for turn, count in enumerate([settings.warmup, *rounds]):
             for run in runs:
@@ -126,14 +153,14 @@ def _timed(bench: Bench, settings: Latency, context: int, batch: int) -> tuple[P
 
 
 def _build(
-    bench: Bench, settings: Latency, ids: Tensor, where: dict[str, int]
+    bench: Bench, settings: Latency, ids: Tensor, where: dict[str, int], on_host: bool
 ) -> tuple[PrefillRecord | None, list[Timed]]:
     steps = settings.warmup + settings.steps
     runs: list[Timed] = []
     record: PrefillRecord | None = None
     with bench.shared(bench.entries, "latency", **where):
         _first_calls(bench, ids[:, :64], settings)  # what they cost is not the prompt's
-        record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries])
+        record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries], on_host)
     for entry in bench.entries if record is not None else []:
         with bench.cell(entry, "latency", **where):
             cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=steps, kernel=bench.kernel)

@@ -10,16 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.caches import AnyCache
-from kvbench.cache.record import PrefillRecord
 from kvbench.decode import generate
 from kvbench.measure.asked import Answer, Answers, engagement, mean_over
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.haystack import is_hit, recall
 from kvbench.measure.perplexity import token_hash
+from kvbench.measure.prefills import each_cache
 from kvbench.measure.prompts import Prompt, make_prompts, template_of
 from kvbench.measure.statistics import bounds, wilson
 from kvbench.rows import Row
@@ -63,30 +61,18 @@ def _ask(bench: Bench, when: str, length: int, prompts: list[Prompt], indices: l
     question = torch.tensor([prompt.question for prompt in prompts], device=device)
     if when == "before":
         context = torch.cat([context, question], dim=1)
-    entries = bench.alive("needle", context=length)
-    record: PrefillRecord | None = None
-    with bench.shared(entries, "needle", context=length):
-        record = prefill(model, context, [entry.method.rule for entry in entries])
-    for entry in entries if record is not None else []:
-        with bench.cell(entry, "needle", context=length):
-            asked = question if when == "after" else None
-            cache, texts, engaged = _answer(bench, entry, record, asked, prompts[0].answer_tokens)
-            for i, prompt, text in zip(indices, prompts, texts, strict=True):
-                answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
-            bench.note_kept(entry, cache, indices, "needle", context=length, question=when)
-            del cache  # before the next method's is built
+    asked = question if when == "after" else None
+    fed = 0 if asked is None else question.shape[1]
 
+    def answer(entry: Entry, cache: AnyCache) -> None:
+        engaged = cache.has_compressed
+        tokens = generate(model, asked, cache, prompts[0].answer_tokens)
+        for i, prompt, row in zip(indices, prompts, tokens.tolist(), strict=True):
+            text = bench.loaded.tokenizer.decode(row)
+            answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
+        bench.note_kept(entry, cache, indices, "needle", context=length, question=when)
 
-def _answer(bench: Bench, entry: Entry, record: PrefillRecord, question: Tensor | None,
-            answer_tokens: int) -> tuple[AnyCache, list[str], bool]:  # fmt: skip
-    """The cache at the end, the answers, and whether it had been compressed before they began."""
-    fed = 0 if question is None else question.shape[1]
-    cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=fed + answer_tokens,
-                        max_step=max(1, fed), kernel=bench.kernel)  # fmt: skip
-    engaged = cache.has_compressed
-    tokens = generate(bench.loaded.model, question, cache, answer_tokens)
-    texts = [bench.loaded.tokenizer.decode(row) for row in tokens.tolist()]
-    return cache, texts, engaged
+    each_cache(bench, context, answer, fed + prompts[0].answer_tokens, max(1, fed), "needle", context=length)
 
 
 def score(prompt: Prompt, answer: str) -> float:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import EXACT_ANGLES
 from kvbench.errors import UserError
 from kvbench.measure.bench import Bench, Entry, Finding
+from kvbench.measure.prefills import each_cache
 from kvbench.measure.scores import COMPARED, Scorer, Scores
 from kvbench.measure.statistics import (
     WORSE,
@@ -83,19 +85,18 @@ def check_stream(method: Method) -> None:
 def _after_prompt(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, Scores],
                   advance: Callable[[int], None]) -> None:  # fmt: skip
     """Each method in turn: its cache of the prompt, then all scored tokens."""
-    entries = bench.alive("perplexity")
-    record: PrefillRecord | None = None
-    with bench.shared(entries, "perplexity", context=settings.context):
-        record = prefill(bench.loaded.model, ids[:, : settings.context], [e.method.rule for e in entries])
     full: list[Tensor] = []
-    for entry in entries if record is not None else []:
-        with bench.cell(entry, "perplexity", context=settings.context):
-            scorer = _scorer(bench, settings, entry, record, ids)
-            mine: list[Tensor] = []
-            scorer.score(settings.tokens, mine if entry.is_baseline else full)
-            _close(bench, settings, scorer, scores[entry.label])
-            full += mine
+
+    def score(entry: Entry, cache: AnyCache) -> None:
+        scorer = Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step)
+        mine: list[Tensor] = []
+        scorer.score(settings.tokens, mine if entry.is_baseline else full)
+        _close(bench, settings, scorer, scores[entry.label])
+        full.extend(mine)
         advance(settings.tokens * len(ids))
+
+    each_cache(bench, ids[:, : settings.context], score, settings.tokens, min(settings.step, settings.tokens),
+               "perplexity", context=settings.context)  # fmt: skip
 
 
 def _stream(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, Scores],
@@ -112,7 +113,9 @@ def _stream(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, S
     for entry in entries if record is not None else []:
         with bench.cell(entry, "perplexity", context=0):
             check_stream(entry.method)
-            scorers.append(_scorer(bench, settings, entry, record, ids))
+            cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=settings.tokens,
+                                max_step=min(settings.step, settings.tokens), kernel=bench.kernel)  # fmt: skip
+            scorers.append(Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step))
     for start in range(0, settings.tokens, PIECE):
         count = min(PIECE, settings.tokens - start)
         full: list[Tensor] = []
@@ -128,18 +131,12 @@ def _stream(bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, S
         _close(bench, settings, scorer, scores[scorer.entry.label])
 
 
-def _scorer(bench: Bench, settings: Perplexity, entry: Entry, record: PrefillRecord, ids: Tensor) -> Scorer:
-    cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=settings.tokens,
-                        max_step=min(settings.step, settings.tokens), kernel=bench.kernel)  # fmt: skip
-    return Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step)
-
-
 def _close(bench: Bench, settings: Perplexity, scorer: Scorer, scores: Scores) -> None:
     first = len(scores.kept) * settings.batch
-    scorer.close(scores)
     windows = range(first, first + len(scorer.targets))
     context = 0 if settings.protocol == "stream" else settings.context
     bench.note_kept(scorer.entry, scorer.cache, windows, "perplexity", protocol=settings.name, context=context)
+    scorer.close(scores)
 
 
 def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perplexity) -> Iterator[Row]:

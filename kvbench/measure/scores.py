@@ -71,9 +71,9 @@ class Scorer:
 
     def close(self, scores: Scores) -> None:
         """Hand over what was scored, and what the cache had come to."""
-        for name, steps in self.steps.items():
-            if len(steps) == self.done:
-                scores.columns.setdefault(name, []).append(torch.stack(steps, dim=1))
+        found = {name: torch.stack(steps, dim=1) for name, steps in self.steps.items() if len(steps) == self.done}
+        for name, column in found.items():
+            scores.columns.setdefault(name, []).append(column)
         scores.kept.append(self.cache.kept_tokens)
         scores.held.append(held_bytes(self.cache.buffers()).held)
         scores.processed.append(self.cache.positions_processed)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.build import build_cache, prefill
-from kvbench.cache.record import PrefillRecord
+from kvbench.cache.caches import AnyCache
 from kvbench.decode import generate
 from kvbench.measure.answers import WITHOUT_CHAT
 from kvbench.measure.asked import Answer, Answers, engagement, mean_over
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
+from kvbench.measure.prefills import each_cache
 from kvbench.measure.prompts import Template, template_of
 from kvbench.measure.task_sets import SCORES, Sample, load_samples
 from kvbench.model import end_tokens
@@ -69,22 +69,17 @@ def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sa
     model, device = bench.loaded.model, bench.loaded.device
     ids = torch.tensor([context + question if when == "before" else context], device=device)
     fed = torch.tensor([question], device=device) if when == "after" and question else None
-    entries, ends = bench.alive("tasks", **place(settings, name)), end_tokens(bench.loaded)
-    record: PrefillRecord | None = None
-    with bench.shared(entries, "tasks", **place(settings, name)):
-        record = prefill(model, ids, [entry.method.rule for entry in entries])
-    for entry in entries if record is not None else []:
-        with bench.cell(entry, "tasks", **place(settings, name)):
-            step = 0 if fed is None else fed.shape[1]
-            cache = build_cache(model, entry.method, record, max_new_tokens=step + sample.answer_tokens,
-                                max_step=max(1, step), kernel=bench.kernel)  # fmt: skip
-            engaged = cache.has_compressed
-            end = ends[0] if len(ends) == 1 else None
-            said = generate(model, fed, cache, sample.answer_tokens, end)[0].tolist()
-            stop = next((t for t, token in enumerate(said) if token in ends), None)
-            text = bench.loaded.tokenizer.decode(said[:stop])
-            score = SCORES[settings.set](name, text, sample.references, sample.classes)
-            answers[entry.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
+    step, ends = 0 if fed is None else fed.shape[1], end_tokens(bench.loaded)
+
+    def answer(entry: Entry, cache: AnyCache) -> None:
+        engaged = cache.has_compressed
+        said = generate(model, fed, cache, sample.answer_tokens, ends[0] if len(ends) == 1 else None)[0].tolist()
+        stop = next((t for t, token in enumerate(said) if token in ends), None)
+        text = bench.loaded.tokenizer.decode(said[:stop])
+        score = SCORES[settings.set](name, text, sample.references, sample.classes)
+        answers[entry.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
+
+    each_cache(bench, ids, answer, step + sample.answer_tokens, max(1, step), "tasks", **place(settings, name))
 
 
 def _rows(bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, template: Template,

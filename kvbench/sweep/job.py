@@ -133,7 +133,8 @@ def _measure(
         entries.insert(0, bench.baseline)
     rows: dict[tuple[Any, ...], list[Row]] = {}
     samples: list[dict[str, Any]] = []
-    for finding in measures[part.measure](replace(bench, entries=entries), part.setting):
+    of_part = replace(bench, entries=entries, ways={})
+    for finding in measures[part.measure](of_part, part.setting):
         for row in finding.rows:
             rows.setdefault(_knobs(row), []).append(_with_remark(row, bench))
         samples += finding.samples
@@ -141,7 +142,7 @@ def _measure(
     outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
     for entry, cell in taken:
         failures = [row for label, row in bench.failures[failed:] if label == entry.label]
-        mine = failures[:1] or rows.get(_knobs(entry.row), [])
+        mine = failures[:1] or [_noted(row, of_part.ways.get(entry.label)) for row in rows.get(_knobs(entry.row), [])]
         status = mine[0].status if mine else "failed"
         outcome: dict[str, Any] = {"status": status, "finished": now, "seconds": (now - started) / len(taken)}
         if failures or not mine:
@@ -159,7 +160,12 @@ def _measure(
 
 def _with_remark(row: Row, bench: Bench) -> Row:
     """The row with what the model itself must say in its note."""
-    return replace(row, note="; ".join(filter(None, (row.note, bench.loaded.remark))) or None)
+    return _noted(row, bench.loaded.remark)
+
+
+def _noted(row: Row, note: str | None) -> Row:
+    """The row with one thing more in its note."""
+    return replace(row, note="; ".join(filter(None, (row.note, note))) or None)
 
 
 def _knobs(row: Row) -> tuple[Any, ...]:

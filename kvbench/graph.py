@@ -101,6 +101,7 @@ class GraphDecoder:
         if ids.shape[1] != 1:
             raise UserError(f"ids has {ids.shape[1]} tokens a row; a captured step takes one")
         self.cache.check_room(ids)
+        self.decode.prepare()
         self.decode.ids.copy_(ids)
         before = [] if self.has_run else [(tensor, tensor.clone()) for tensor in self.decode.tensors()]
         try:

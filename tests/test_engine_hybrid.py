@@ -13,8 +13,6 @@ from kvbench.cache.account import held_bytes
 from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import KVCache
-from kvbench.cache.captured import DecodeStep
-from kvbench.cache.counts import CannotCapture
 from kvbench.cache.forward import forward
 from kvbench.cache.paged import PagedStore
 from kvbench.cache.prefix import PrefixPool
@@ -211,9 +209,6 @@ def test_caches_of_transformers_stand_between_states(name: str, model: PreTraine
 
 
 def test_what_has_no_form_for_states_says_so(model: PreTrainedModel) -> None:
-    cache = build_cache(model, FULL, IDS[:, :PROMPT], 1)
-    with pytest.raises(CannotCapture, match="keep a state of fixed size"):
-        DecodeStep(model, cache)
     with pytest.raises(UserError, match="a state or a sliding window"):
         PrefixPool(model, Method("full", Full(), PagedStore()), 8)
 

@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.caches import KVCache
+from kvbench.cache.caches import KVCache, Layer
 from kvbench.cache.counts import CannotCapture, CapturedSlots, Counts, Start
 from kvbench.cache.forward import forward
 from kvbench.cache.layer import SlotLayer, shared_by_heads
+from kvbench.cache.ragged import RaggedLayer
+from kvbench.cache.ragged_captured import CapturedRagged
 from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.state import in_model_order
 from kvbench.kernels import LengthsKernel
 from kvbench.kernels.prefill import Scoring
 
@@ -103,8 +106,13 @@ class CapturedLayer(CacheLayerMixin):
         layer.position.scatter_(-1, victim, torch.where(counts.over, EMPTY, kept))
         self.slot.copy_(torch.where(counts.over, victim, counts.newest + 1))
 
-    def count(self) -> None:
-        """Host: let the eager layer's counters follow one step."""
+    def prepare(self) -> None:
+        """Host: before a step, make room for a token behind the last one."""
+        if not self.layer.n_free:
+            self.slots.prepare()
+
+    def count(self) -> bool:
+        """Host: let the eager layer's counters follow one step; whether its slots have to be flushed then."""
         layer = self.layer
         if layer.n_free:
             layer.n_free -= 1
@@ -116,6 +124,15 @@ class CapturedLayer(CacheLayerMixin):
             layer.n_free += 1
             layer.kept -= 1
             layer.evicted += 1
+        if is_due := self.slots.flush_is_due:
+            self.slots.count_flush()
+        return is_due
+
+    def tensors(self) -> list[Tensor]:
+        """What a step changes for good, beside rows of slots that are not filled before it."""
+        layer = self.layer
+        own = [layer.free] if layer.rule.budget is None else [layer.free, layer.position]
+        return own if layer.scores is None else [*own, layer.scores]
 
     def get_seq_length(self) -> int:
         """Tokens seen when the cache was captured: nothing may depend on it, positions are given."""
@@ -132,8 +149,9 @@ class DecodeStep:
     """One decode step of a cache, q = 1, with all that changes between steps on the device.
 
     `run` and `flush` queue work on the device and read nothing on the host that changes between steps: they are what
-    a CUDA graph captures. The caller puts the token into `ids`, runs the step, lets the host `count` it, and then runs
-    the flushes that `due` names. The eager cache stays right all the time and can go on by itself afterwards.
+    a CUDA graph captures. The caller puts the token into `ids`, lets the host `prepare` the step, runs it, lets the
+    host `count` it, and then runs the flushes that this names. States are the eager cache's, written in place by the
+    model. The eager cache stays right all the time and can go on by itself afterwards.
 
     ids: int64 [B, 1]. seen: int64 [], its position.
 
@@ -143,28 +161,27 @@ class DecodeStep:
     @torch.inference_mode()
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         self.model, self.eager = model, cache
-        if cache.states:
-            raise CannotCapture("layers that keep a state of fixed size have no captured form yet")
         logits = cache.last_logits
         self.ids = torch.zeros(logits.shape[0], 1, dtype=torch.int64, device=logits.device)
         self.seen = torch.full((), cache.seen, device=logits.device)
         groups: dict[object, Counts] = {}
         self.layers = [self._captured(layer, groups) for layer in cache.attention_layers]
         self.groups = list(groups.values())
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=in_model_order(self.layers, cache.states))
 
-    def _captured(self, layer: SlotLayer, groups: dict[object, Counts]) -> CapturedLayer:
+    def _captured(self, layer: Layer, groups: dict[object, Counts]) -> "CapturedLayer | CapturedRagged":
         """The captured form of one layer; the first of those that count alike makes their counters."""
-        if type(layer) is not SlotLayer:
-            raise CannotCapture(f"{type(layer).__name__} counts on the host")
+        kernel = layer.kernel
+        if not isinstance(kernel, LengthsKernel):
+            raise CannotCapture(f"the kernel {kernel.name} is told on the host how much is filled")
+        if isinstance(layer, RaggedLayer):
+            return CapturedRagged(layer, self.seen)
         slots = layer.slots.captured()
         most = slots.lengths[2] if layer.n_free else layer.capacity
         if layer.budget is not None and not layer.n_free:
             most = min(most, layer.budget + 1)
         start = Start(slots.lengths, most, layer.evicted, layer.budget)
-        n_sink, kernel = layer.rule.sinks_in_place, layer.kernel
-        if not isinstance(kernel, LengthsKernel):
-            raise CannotCapture(f"the kernel {kernel.name} is told on the host how much is filled")
+        n_sink = layer.rule.sinks_in_place
         query = self.eager.last_logits.new_empty(0, dtype=self.model.dtype)
         if (reason := kernel.refuses_lengths(query, slots.key_parts(), slots.value_parts(), n_sink)) is not None:
             raise CannotCapture(reason)
@@ -190,25 +207,25 @@ class DecodeStep:
     def flush(self, counts: Counts) -> None:
         """Quantise a full key residual in the layers of `counts`."""
         for layer in self.layers:
-            if layer.counts is counts:
+            if isinstance(layer, CapturedLayer) and layer.counts is counts:
                 layer.slots.flush(counts)
         counts.flush()
+
+    def prepare(self) -> None:
+        """Host: before each step."""
+        for layer in self.layers:
+            layer.prepare()
 
     def count(self) -> list[Counts]:
         """Host: count one step that has run; the counters whose layers have to be flushed before the next one."""
         due: dict[int, Counts] = {}
         for layer in self.layers:
-            layer.count()
-            if layer.slots.flush_is_due:
+            if layer.count() and layer.counts is not None:
                 due[id(layer.counts)] = layer.counts
-                layer.slots.count_flush()
         self.eager.positions_processed += 1
         return list(due.values())
 
     def tensors(self) -> list[Tensor]:
         """What a step changes for good, beside rows of slots that are not filled before it."""
-        own = [self.seen, *(tensor for counts in self.groups for tensor in counts.tensors())]
-        for layer in (captured.layer for captured in self.layers):
-            own += [layer.free] if layer.rule.budget is None else [layer.free, layer.position]
-            own += [] if layer.scores is None else [layer.scores]
-        return own
+        parts = [*self.groups, *self.layers, *self.eager.states]
+        return [self.seen, *(tensor for part in parts for tensor in part.tensors())]

@@ -100,6 +100,9 @@ class CapturedSlots:
     def counts(self, start: Start, seen: Tensor) -> Counts:
         return Counts(start, seen, self.packs)
 
+    def prepare(self) -> None:
+        """Host: before a step whose token goes behind the last one."""
+
     def write(self, counts: Counts, slot: Tensor, key: Tensor, value: Tensor) -> None:
         """Put one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], into the slots [B, Hkv, 1]."""
         self.slots.overwrite(slot, key, value)

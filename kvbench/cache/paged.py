@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.pool import BLOCK_SIZE, Pool, blocks_for, pool_shape
 from kvbench.cache.rule import is_whole
 from kvbench.cache.store import Buffer, DenseStore, Slots, SlotShape, Store
@@ -179,6 +180,25 @@ class PagedSlots(Slots):
     def value_parts(self) -> Sequence[Part]:
         return [self.pool.values(self.table, None, self.length)]
 
+    def captured(self) -> CapturedSlots:
+        return CapturedPages(self)
+
+    def own_next(self) -> None:
+        """Make the slot behind the last one this sequence's own, see `append`."""
+        self._own(self.length, self.length + 1)
+
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.pool.buffers(kept * len(self.held))
         yield Buffer("positions", self.table, 1.0)
+
+
+class CapturedPages(CapturedSlots):
+    """The same, through the whole table: blocks are taken by the host, between steps, into a table that stays put."""
+
+    def __init__(self, slots: PagedSlots) -> None:
+        where = slots.table, None, slots.position.shape[-1]
+        super().__init__(slots, [slots.pool.keys(*where)], [slots.pool.values(*where)])
+        self.pages = slots
+
+    def prepare(self) -> None:
+        self.pages.own_next()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.layer import CacheFull
@@ -85,13 +86,7 @@ class RaggedLayer(CacheLayerMixin):
         reused = min(q, self.n_free)
         fresh = self.lengths.unsqueeze(-1) + torch.arange(q - reused, device=key.device)
         slot = torch.cat([self.free[..., self.n_free - reused : self.n_free], fresh], dim=-1)
-        rows = self.pool.rows_of(self.table, slot)
-        self.pool.write(rows, key, value)
-        self.position[rows] = torch.arange(self.seen, self.seen + q, dtype=torch.int32, device=key.device)
-        if self.scores is not None:
-            new = self.scores.new_empty(rows.shape)
-            new[:] = self.rule.fresh_scores(key)
-            self.scores[rows] = new
+        self.write(slot, key, value, torch.arange(self.seen, self.seen + q, dtype=torch.int32, device=key.device))
         self.n_free -= reused
         self.room -= q - reused
         self.lengths += q - reused
@@ -99,6 +94,16 @@ class RaggedLayer(CacheLayerMixin):
         self.kept += q
         self.seen += q
         return self, value
+
+    def write(self, slot: Tensor, key: Tensor, value: Tensor, position: Tensor) -> None:
+        """Put tokens of positions int32 [q] into the slots [B, Hkv, q]; nothing is counted."""
+        rows = self.pool.rows_of(self.table, slot)
+        self.pool.write(rows, key, value)
+        self.position.scatter_(0, rows.flatten(), position.expand(rows.shape).flatten())
+        if self.scores is not None:
+            new = self.scores.new_empty(rows.shape)
+            new[:] = self.rule.fresh_scores(key)
+            self.scores.scatter_(0, rows.flatten(), new.flatten())
 
     def check_room(self, q: int) -> None:
         """Raise CacheFull unless q more tokens fit in one forward."""
@@ -112,17 +117,29 @@ class RaggedLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction."""
+        output = self.attended(query, scoring, self._visible(query.shape[2]))
+        if self.budget is not None:
+            count = query.shape[2]
+            self.free[..., self.n_free : self.n_free + count] = self.given_up(count, self.seen - 1)
+            self.n_free += count
+            self.kept -= count
+        return output
+
+    def attended(self, query: Tensor, scoring: Scoring, visible: Tensor | None) -> Tensor:
+        """The attention alone, and what it says about scores."""
         reads = self.scores is not None and self.rule.reads_attention
         where = self.table, self.lengths, self.longest
         output, probabilities = self.kernel.attend(
             self.pool.slots.turn_query(query), [self.pool.keys(*where)], [self.pool.values(*where)], scoring,
-            visible=self._visible(query.shape[2]), want_probabilities=reads,
+            visible=visible, want_probabilities=reads,
         )  # fmt: skip
         if reads and self.scores is not None and probabilities is not None:
             rows, written = self._rows()
             scores = self.rule.updated_scores(self.scores[rows], probabilities)
-            self.scores[rows[written]] = scores[written].to(torch.float32)
-        self._evict(query.shape[2])
+            # Slots that a head does not have share a row that is cut off again: which those are stays on the device.
+            target, padded = rows.where(written, self.pool.rows), pad(self.scores, (0, 1))
+            padded.scatter_(0, target.flatten(), scores.to(torch.float32).flatten())
+            self.scores.copy_(padded[:-1])
         return self.pool.slots.turn_back(output)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -143,19 +160,16 @@ class RaggedLayer(CacheLayerMixin):
         newest = torch.arange(self.seen - q, self.seen, device=position.device).view(q, 1)
         return (position != EMPTY) & (position <= newest)
 
-    def _evict(self, count: int) -> None:
-        """Every head gives up `count` tokens, where the budget is held."""
-        if self.budget is None:
-            return
+    def given_up(self, count: int, newest: int) -> Tensor:
+        """The slots [B, Hkv, count] that every head gives up, emptied, `newest` being the newest token's position."""
+        assert self.budget is not None
         rows, _ = self._rows()
         position = self.positions()
         scores = NO_SCORES if self.scores is None else self.scores[rows]
-        worth = self.rule.priority(scores, position, self.seen - 1, self.budget, self.index)
+        worth = self.rule.priority(scores, position, newest, self.budget, self.index)
         victims = lowest(worth, position, count)
-        self.position[rows.gather(-1, victims)] = EMPTY
-        self.free[..., self.n_free : self.n_free + count] = victims
-        self.n_free += count
-        self.kept -= count
+        self.position.scatter_(0, rows.gather(-1, victims).flatten(), EMPTY)
+        return victims
 
     def kept_positions(self) -> Tensor:
         """Positions of the kept tokens in ascending order, EMPTY behind a shorter head's: int64 [B, Hkv, longest]."""

@@ -149,7 +149,7 @@ def against_table(found: Sequence[Move], rows: Sequence[Row]) -> Table:
     texts = [_texts(move, names[config_of(move.row)]) for move in found]
     columns = [text_column(key, key, [text[key] for text in texts]) for key in ("what", "method", "measure", "metric")]
     if len(models) > 1:
-        columns.insert(1, text_column("model", "model", [short_model(move.row.model) for move in found]))
+        columns.insert(1, text_column("model", "model", [short_model(move.row.model, models) for move in found]))
     for key, side in (("old", "old"), ("new", "new")):
         cells = [text[key] for text in texts]
         rows_of_side = [getattr(move, side) for move in found]

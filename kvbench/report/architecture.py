@@ -26,7 +26,8 @@ def advise_architecture(groups: Sequence[Group]) -> Advice:
             models = f"{left} converted model{'s' * (left > 1)}"
             advice.limits.append(f"{models} left out: none was trained with those heads")
     own.sort(key=lambda group: _per_token(group) or 0)
-    advice.reasons += [_told(group) for group in own]
+    names = [group.row.model for group in groups]
+    advice.reasons += [_told(group, names) for group in own]
     kinds = {group.row.arch for group in own}
     if len(kinds) < 2:
         known = ", ".join(sorted(str(kind) for kind in kinds)) or "none"
@@ -40,22 +41,22 @@ def advise_architecture(groups: Sequence[Group]) -> Advice:
     intervals = [_interval(group) for group in comparable]
     lowest = min(high for _, high in intervals)
     kept_up = [group for group, (low, _) in zip(comparable, intervals, strict=True) if low <= lowest]
-    advice.answer = _name(kept_up[0]) if kept_up else None
+    advice.answer = _name(kept_up[0], names) if kept_up else None
     if len(kept_up) > 1:
-        advice.reasons.append(f"runner-up {_name(kept_up[1])}")
+        advice.reasons.append(f"runner-up {_name(kept_up[1], names)}")
     return advice
 
 
-def _name(group: Group) -> str:
-    return f"{group.row.arch} ({short_model(group.row.model)})"
+def _name(group: Group, models: Sequence[str | None]) -> str:
+    return f"{group.row.arch} ({short_model(group.row.model, models)})"
 
 
-def _told(group: Group) -> str:
+def _told(group: Group, models: Sequence[str | None]) -> str:
     size = _per_token(group) or 0
     unit, form = units.in_bytes([size])
     row = _ppl(group)
     quality = f", perplexity {row.value:.2f} [{row.low:.2f}, {row.high:.2f}]" if row is not None else ""
-    return f"{_name(group)}: {form(size)} {unit} a token in the full cache{quality}"
+    return f"{_name(group, models)}: {form(size)} {unit} a token in the full cache{quality}"
 
 
 def _per_token(group: Group) -> float | None:

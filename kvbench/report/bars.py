@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from kvbench.report import panels, units
 from kvbench.report.panels import Drawn
-from kvbench.report.style import FAINT, INK, Looks
+from kvbench.report.style import FAINT, INK, WIDTH, Looks
 
 # Fixed order and look of the parts of a cache.
 PARTS = {
@@ -75,8 +75,8 @@ def figure_of(groups: dict[str, list[Drawn]], frame: float) -> tuple[Figure, lis
 
 
 def prepare(axes: Axes, title: str, members: Sequence[Drawn]) -> None:
-    axes.set_title(title)
-    axes.set_yticks(range(len(members)), [drawn.label for drawn in members])
+    axes.set_title(panels.fitted(title, WIDTH))
+    axes.set_yticks(range(len(members)), [panels.shortened(drawn.label) for drawn in members])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)

@@ -28,7 +28,7 @@ def perplexity_budget(rows: Sequence[Row], looks: Looks | None = None) -> Figure
     figure, axes_list = panels.figure_of(len(groups), 3.0)
     entries: dict[str, Line2D] = {}
     for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
-        axes.set_title(title)
+        axes.set_title(panels.fitted(title, panels.width(len(groups))))
         _panel(axes, members, looks, entries)
     axes_list[0].set_ylabel("perplexity")
     panels.legend_outside(figure, list(entries.values()))
@@ -71,7 +71,7 @@ def _panel(axes: Axes, members: Sequence[Drawn], looks: Looks, entries: dict[str
         lows, highs = [low for *_, low, _ in points], [high for *_, high in points]
         axes.vlines(x, lows, highs, color=looks[name].colour, linewidth=1)
         entries.setdefault(name, Line2D([], [], label=name, **looks[name].line()))
-    if max(bounds) / min(bounds) > 2 and min(bounds) > 0:
+    if min(bounds) > 0 and max(bounds) / min(bounds) > 2:
         panels.plain_log(axes, "y", bounds)
     ticks = sorted(budgets)
     axes.set_xticks(ticks, [f"{budget:,.0f}" if budget >= 1 else f"{100 * budget:g}%" for budget in ticks])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvbench.report.columns import short_model
+from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import Line, lines_of
 from kvbench.report.names import Config, config_of, is_baseline, labels
 from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
@@ -74,11 +74,17 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
 
 
 def setting_of(group: Group, groups: Sequence[Group]) -> str:
-    """What tells a group from the others: model and dtype, and the KV heads where one model has several numbers."""
-    row = group.row
-    heads = {other.row.kv_heads for other in groups if other.row.model == row.model}
-    told = [f"{row.kv_heads} KV heads"] if len(heads) > 1 else []
-    return ", ".join([short_model(row.model), *told, str(row.dtype)])
+    """What tells a group from the others: `9 KV heads`, `Qwen3-0.6B, bfloat16, cuda`."""
+    row, rows = group.row, [other.row for other in groups]
+    differing = {name for name in GROUP if len({getattr(other, name) for other in rows}) > 1}
+    same_model = [other for other in rows if other.model == row.model]
+    told = [short_model(row.model, [other.model for other in rows])] if "model" in differing else []
+    if len({other.kv_heads for other in same_model}) > 1:
+        told.append(heads_text(row.kv_heads))
+    elif len({other.converted for other in same_model}) > 1:
+        told.append("converted" if row.converted else "as trained")
+    told += [str(getattr(row, name) or "?") for name in ("dtype", "device") if name in differing]
+    return ", ".join(told)
 
 
 def _group(rows: list[Row], names: dict[Config, str]) -> Group:

@@ -35,7 +35,7 @@ def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Co
     columns = []
     models = {row.model for row in rows}
     if len(models) > 1:
-        columns.append(text_column("model", "model", [short_model(row.model) for row in rows]))
+        columns.append(text_column("model", "model", [short_model(row.model, models) for row in rows]))
     columns.append(text_column("method", "method", [display_name(row) for row in rows]))
     for knob in varying_knobs(rows):
         if knob == "knobs":
@@ -90,9 +90,17 @@ def _setting_text(name: str, value: Any) -> str:
     return short_model(value) if name == "model" else knob_text(name, value)
 
 
-def short_model(model: str | None) -> str:
-    """`HuggingFaceTB/SmolLM2-135M` -> `SmolLM2-135M`"""
-    return (model or "?").rstrip("/").rsplit("/", 1)[-1]
+def short_model(model: str | None, among: Iterable[str | None] = ()) -> str:
+    """`HuggingFaceTB/SmolLM2-135M` -> `SmolLM2-135M`, or as much of the name as tells it from the others `among`."""
+    parts = (model or "?").rstrip("/").split("/")
+    others = [f"/{other}".rstrip("/") for other in among if other and other != model]
+    tails = ("/".join(parts[-count:]) for count in range(1, len(parts) + 1))
+    return next((tail for tail in tails if not any(other.endswith(f"/{tail}") for other in others)), "/".join(parts))
+
+
+def heads_text(heads: int | None) -> str:
+    """`9 KV heads`"""
+    return f"{heads if heads is not None else '?'} KV head{'' if heads == 1 else 's'}"
 
 
 def status_column(lines: Sequence[Line]) -> list[Column]:

@@ -24,6 +24,15 @@ MEASURES = ("perplexity", "needle", "memory", "latency", "fidelity")
 CONTEXTS = {"perplexity": "context", "needle": "lengths", "memory": "contexts", "latency": "contexts"}
 
 
+def read_config(run: Path) -> dict[str, Any]:
+    """The resolved config of a run folder; {} where there is none or it cannot be read."""
+    try:
+        content = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 @dataclass
 class Recorded:
     """The command of a run, and its config, read only if the command alone does not tell."""
@@ -35,9 +44,7 @@ class Recorded:
     def setting(self, key: str) -> Any:
         """A resolved setting by its dotted name; of a group (`model`) its choice. None if it is not known."""
         if self._config is None:
-            file = self.folder / CONFIG if self.folder is not None else None
-            content = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
-            self._config = content if isinstance(content, dict) else {}
+            self._config = read_config(self.folder) if self.folder is not None else {}
         node: Any = self._config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None

@@ -69,7 +69,8 @@ def memory_context(rows: Sequence[Row], looks: Looks | None = None) -> Figure | 
 
 def _groups(rows: Sequence[Row], measure: str, metric: str) -> dict[str, list[Drawn]]:
     lines = lines_of(rows, measure)
-    return panels.grouped([line for line in lines if line.value(metric) is not None and line.row.context])
+    measured = [line for line in lines if (value := line.value(metric)) is not None and value >= 0]
+    return panels.grouped([line for line in measured if line.row.context])
 
 
 def _looks(groups: dict[str, list[Drawn]]) -> Looks:
@@ -165,7 +166,7 @@ def _draw(
     """
     entries: dict[str, tuple[float, Line2D]] = {}
     for axes, (title, members) in zip(axes_list, groups.items(), strict=True):
-        axes.set_title(title)
+        axes.set_title(panels.fitted(title, panels.width(len(groups))))
         curves = _curves(members, metric, size)
         markers, shades = _nested(curves), _shades(curves, looks)
         contexts = [drawn.line.row.context or 0 for drawn in members]

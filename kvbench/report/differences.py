@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.multiples import Curve, small_multiples
 from kvbench.report.names import config_of, display_name, labels
+from kvbench.report.panels import place_of, titled
 from kvbench.report.samples import Sample
 from kvbench.report.style import Looks
 
@@ -16,12 +17,11 @@ FEWEST = 2  # windows
 
 
 def window_differences(samples: Sequence[Sample], looks: Looks | None = None) -> Figure | None:
-    """A panel a method at the context with most windows; None where no method has two of them."""
-    contexts = Counter(sample.row.context for sample in samples)
-    if not contexts:
+    """A panel a method in the setting with most windows; None where no method has two of them."""
+    places = Counter(place_of(sample.row) for sample in samples)
+    if not places:
         return None
-    context = contexts.most_common(1)[0][0]
-    here = [sample for sample in samples if sample.row.context == context]
+    here = [sample for sample in samples if place_of(sample.row) == places.most_common(1)[0][0]]
     names = labels([sample.row for sample in here])
     found: dict[str, list[Sample]] = {}
     for sample in here:
@@ -32,4 +32,7 @@ def window_differences(samples: Sequence[Sample], looks: Looks | None = None) ->
         if len(values) >= FEWEST:
             row = members[0].row
             curves.append(Curve(display_name(row), label, row.budget, [(i + 1.0, v) for i, v in enumerate(values)]))
-    return small_multiples(curves, "window, sorted", "NLL above full", looks, zero=True) if curves else None
+    if not curves:
+        return None
+    figure = small_multiples(curves, "window, sorted", "NLL above full, nats", looks, zero=True)
+    return titled(figure, here[0].row, [sample.row for sample in samples])

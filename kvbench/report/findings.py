@@ -66,7 +66,7 @@ def _not_measured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[
         if row.status != "ok":
             yield Finding(row.status, f"{where}: {_first_line(row.note or 'no reason recorded')}")
         elif row.metric is not None and row.value is None and row.metric != "engaged":
-            yield Finding("not a number", f"{where}: {row.metric} came out undefined")
+            yield Finding("not a number", f"{where}: {row.metric} came out undefined or infinite")
 
 
 def _not_engaged(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:

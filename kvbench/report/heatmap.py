@@ -39,7 +39,7 @@ def needle_maps(rows: Sequence[Row], looks: Looks | None = None) -> Figure | Non
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (title, members) in zip(parts, groups.items(), strict=True):
         if title:
-            part.suptitle(title, fontsize=10)
+            part.suptitle(panels.fitted(title, WIDTH * 0.8, 10), fontsize=10)
         draw = _one_panel if len(lengths) == 1 else _panels
         draw(part, members, lengths, depths, failing)
     return figure
@@ -83,7 +83,7 @@ def _panels(
         hits, bad = hits_of(drawn.line), failing[id(drawn.line)]
         table = [[hits.get((length, depth)) for length in lengths] for depth in depths]
         _map(axes, table, [[(length, depth) in bad for length in lengths] for depth in depths])
-        axes.set_title(drawn.label)
+        axes.set_title(panels.fitted(drawn.label, (WIDTH - 1.3) / columns))
         axes.set_xticks(range(len(lengths)), names, rotation=90 if tight else 0)
         axes.set_yticks(range(len(depths)), [_share(depth) for depth in depths])
     for index in range(len(members), len(flat)):
@@ -107,7 +107,7 @@ def _one_panel(
     table = [[hits_of(line).get((length, depth)) for depth in depths] for line in lines]
     _map(axes, table, [[(length, depth) in failing[id(line)] for depth in depths] for line in lines])
     axes.set_xticks(range(len(depths)), [_share(depth) for depth in depths])
-    axes.set_yticks(range(len(members)), [drawn.label for drawn in members])
+    axes.set_yticks(range(len(members)), [panels.shortened(drawn.label) for drawn in members])
     axes.set_xlabel(f"depth of the needle in {panels.tokens(lengths)[0]} tokens")
     _scale(figure, [axes], any(failing[id(line)] for line in lines))
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from kvbench.report.candidates import setting_of
 from kvbench.report.commands import Recorded, command_of
 from kvbench.report.findings import Finding
 from kvbench.report.markdown import NO_WARNINGS, READING, machine
 from kvbench.report.plots import Plot
 from kvbench.report.table import Column, Table, to_csv, to_latex, to_markdown
-from kvbench.report.verdict import Advice
+from kvbench.report.verdict import Advice, advised
 
 if TYPE_CHECKING:
     from kvbench.report.page import Report
@@ -91,12 +92,11 @@ def _by_kind(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 def _by_setting(advice: Sequence[Advice]) -> list[tuple[str, list[Advice]]]:
     """Advice under the name of its model, which is empty where there is only one."""
-    groups = {id(one.group): one.group for one in advice if one.key != "architecture"}
+    groups = advised(advice)
     settings: dict[str, list[Advice]] = {}
     for one in advice:
-        row = one.group.row
         several = len(groups) > 1 and one.key != "architecture"
-        settings.setdefault(f"{row.model}, {row.dtype} on {row.device}" if several else "", []).append(one)
+        settings.setdefault(setting_of(one.group, groups) if several else "", []).append(one)
     return sorted(settings.items(), key=lambda item: item[0] == "")
 
 

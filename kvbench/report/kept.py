@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from kvbench.kept import NAMED, read_kept
 from kvbench.report.columns import short_model
 from kvbench.report.names import config_of, labels
-from kvbench.report.panels import figure_of, styled
+from kvbench.report.panels import figure_of, fitted, styled, width
 from kvbench.report.plots import Plot, save
 from kvbench.report.style import FAINT, INK
 from kvbench.rows import Row
@@ -53,7 +53,7 @@ def draw_kept(runs: Sequence[Path], folder: Path) -> list[Plot]:
 def _model(tokens: pd.DataFrame, model: str) -> list[str]:
     """Part of the file's name, where a report holds several models."""
     several = tokens["model"].nunique() > 1
-    return ["".join(c if c.isalnum() else "-" for c in short_model(model))] if several else []
+    return ["".join(c if c.isalnum() else "-" for c in short_model(model, tokens["model"].unique()))] if several else []
 
 
 def _figure(tokens: pd.DataFrame) -> Figure:
@@ -69,7 +69,7 @@ def _figure(tokens: pd.DataFrame) -> Figure:
         _panel(axes, own, count)
         held = own.groupby(["layer", "head"]).size()
         sizes = f"{held.min():,}" if held.min() == held.max() else f"{held.min():,} to {held.max():,}"
-        axes.set_title(f"{names[config_of(row)]}: {sizes} tokens a head")
+        axes.set_title(fitted(f"{names[config_of(row)]}: {sizes} tokens a head", width(len(methods))))
         axes.axvline(row.context or 0, color=FAINT, linewidth=0.8)
     figure.supxlabel("position", fontsize=9)
     figure.supylabel("layer", fontsize=9)

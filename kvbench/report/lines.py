@@ -75,7 +75,7 @@ def lines_of(rows: Iterable[Row], measure: str, *, by_context: bool = True) -> l
     belongs to every line of its method that it does not contradict.
     """
     lines: dict[tuple[Any, ...], Line] = {}
-    selected = [row for row in rows if row.measure == measure]
+    selected = [row for row in rows if row.measure == measure and row.method is not None]
     names = tuple(name for name in IDENTITY if by_context or name != "context")
     general = [row for row in selected if by_context and row.context is None]
     for row in selected:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvbench.report.candidates import setting_of
 from kvbench.report.findings import Finding
 from kvbench.report.plots import Plot
 from kvbench.report.table import Table, to_markdown
 from kvbench.report.tables import shared_caption
-from kvbench.report.verdict import Advice
+from kvbench.report.verdict import Advice, advised
 from kvbench.results import PROVENANCE
 
 if TYPE_CHECKING:
@@ -76,10 +77,11 @@ def _plots(plots: Sequence[Plot]) -> str:
 
 
 def _advice(advice: Sequence[Advice]) -> str:
-    several = len({id(one.group) for one in advice}) > 2
+    groups = advised(advice)
     parts = []
     for one in advice:
-        where = f" ({_safe(str(one.group.row.model))})" if several and one.key != "architecture" else ""
+        several = len(groups) > 1 and one.key != "architecture"
+        where = f" ({_safe(setting_of(one.group, groups))})" if several else ""
         lines = [f"**{one.title}**{where} — {one.need}: **{_safe(one.headline)}**", ""]
         lines += [f"- {_safe(reason)}" for reason in one.reasons]
         lines += [f"- *cannot say:* {_safe(limit)}" for limit in one.limits]

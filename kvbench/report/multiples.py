@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kvbench.report.panels import plain_log
+from kvbench.report.panels import fitted, plain_log
 from kvbench.report.style import FAINT, INK, WIDTH, Looks, styles
 
 GREY = "#DCDCDC"
@@ -61,7 +61,7 @@ def small_multiples(
             axes.plot(*zip(*curve.points, strict=True), color=colour, linewidth=1.5, zorder=3, **marker)
             if curve.formula:
                 axes.plot(*zip(*curve.formula, strict=True), color=INK, linewidth=0.6, zorder=4)
-        axes.set_title(name, fontsize=8, color=looks[name].colour, pad=3)
+        axes.set_title(fitted(name, WIDTH / columns - 0.2, 8), fontsize=8, color=looks[name].colour, pad=3)
         _scale(axes, values, logarithmic=logarithmic, zero=zero)
         if ticks:
             _contexts(axes, ticks, columns)
@@ -75,14 +75,13 @@ def small_multiples(
 
 def _scale(axes: Axes, values: Sequence[float], *, logarithmic: bool, zero: bool) -> None:
     if logarithmic and max(values) < 20 * min(values):
-        plain_log(axes, "y", values)
+        plain_log(axes, "y", values, most=3)
     elif logarithmic:
         axes.set_yscale("log")
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(plain_number)
     elif zero and max(map(abs, values)) > 1:  # a method that collapses must not flatten the others
-        axes.set_yscale("symlog", linthresh=0.1)
-        axes.yaxis.set_major_formatter(plain_number)
+        symmetric_log(axes, values, 0.1)
     if zero:
         axes.axhline(0, color=FAINT, linewidth=0.7, zorder=2)
     axes.tick_params(labelsize=7)
@@ -98,9 +97,22 @@ def _contexts(axes: Axes, ticks: Sequence[int], columns: int) -> None:
     axes.minorticks_off()
 
 
+def symmetric_log(axes: Axes, values: Sequence[float], linear: float) -> None:
+    """A y axis that is linear up to `linear` on both sides of zero and logarithmic beyond, with a few ticks."""
+    last = math.ceil(math.log10(max(map(abs, values))))
+    first = max(round(math.log10(linear)), last - 5)
+    linear = 10.0**first
+    axes.set_yscale("symlog", linthresh=linear)
+    powers = [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / 3)))]
+    axes.set_yticks([*(-power for power in powers if power <= -min(values)), 0, *powers])
+    axes.set_ylim(min(0, min(values)) - linear / 3, max(values) * 1.2)
+    axes.yaxis.set_major_formatter(plain_number)
+    axes.minorticks_off()
+
+
 def plain_number(value: float, _: float = 0) -> str:
-    """A tick of a logarithmic axis: 0.001, 1, 100."""
-    return f"{value:,.10g}"
+    """A tick of a logarithmic axis: 0.001, 1, 100, 1e+06."""
+    return f"{value:,.10g}" if abs(value) < 1e6 else f"{value:.0e}"
 
 
 def shade(colour: str, strength: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -16,13 +17,24 @@ IDENTITY = (
     "context", "batch", "dtype", "device", "kernel", "threads", "seed", "stride", "bos",
 )  # fmt: skip
 Config = tuple[Any, ...]  # values of KNOBS
+HUGE = 1e100  # what is not below it, nan included, counts as undefined
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
     """The rows of a frame as `kvbench.results.load` returns it, with None for what is missing."""
     plain = frame[list(COLUMNS)].astype(object)
     records = plain.where(frame.notna(), None).to_dict("records")
-    return [Row(**{str(name): value for name, value in record.items()}) for record in records]
+    return [_sound(Row(**{str(name): value for name, value in record.items()})) for record in records]
+
+
+def _sound(row: Row) -> Row:
+    """The row with numbers that a table and an axis can hold: None for the others, an interval whole or not at all."""
+    value = row.value if row.value is not None and abs(row.value) < HUGE else None
+    bounds = [bound for bound in (row.low, row.high) if bound is not None and abs(bound) < HUGE]
+    low, high = sorted(bounds) if len(bounds) == 2 else (None, None)
+    if (value, low, high) == (row.value, row.low, row.high):
+        return row
+    return replace(row, value=value, low=low, high=high)
 
 
 def config_of(row: Row) -> Config:

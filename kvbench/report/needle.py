@@ -44,7 +44,8 @@ def hits_of(line: Line) -> dict[Place, Hits]:
         # `hits` is exact; the rate serves where a folder has no hits.
         if metric == "hits" or (context, depth) not in found:
             hits = row.value if metric == "hits" else round(row.value * row.n, 6)
-            found[context, depth] = Hits(hits, row.n)
+            if 0 <= hits <= row.n:
+                found[context, depth] = Hits(hits, row.n)
     apart = {context for context, depth in found if depth is not None}
     places = [place for place in found if place[1] is not None or place[0] not in apart]
     return {place: found[place] for place in sorted(places, key=_order)}

@@ -111,7 +111,8 @@ def _measured(groups: Sequence[Group]) -> list[Group]:
 
 
 def _title(rows: Sequence[Row]) -> str:
-    models = list(dict.fromkeys(short_model(row.model) for row in rows if row.model))
+    full = dict.fromkeys(row.model for row in rows if row.model)
+    models = [short_model(model, full) for model in full]
     shown = ", ".join(models[:3]) + (f" and {len(models) - 3} more" if len(models) > 3 else "")
     return f"KV cache comparison: {shown}" if models else "KV cache comparison"
 

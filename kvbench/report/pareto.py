@@ -49,7 +49,7 @@ def perplexity_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure 
     tall = max(map(len, groups.values())) > CROWD
     figure, axes_list = panels.figure_of(len(groups), 4.8 if tall else 3.7 if len(groups) == 1 else 3.2)
     for axes, (title, spots) in zip(axes_list, groups.items(), strict=True):
-        axes.set_title(title)
+        axes.set_title(panels.fitted(title, panels.width(len(groups))))
         _draw(figure, axes, spots, looks)
     return figure
 
@@ -134,5 +134,5 @@ def _label(
         family = [other for other in spots if other.drawn.name == spot.drawn.name]
         minor = spot is not max(family, key=lambda other: other.held)
         text = spot.drawn.label.removeprefix(spot.drawn.name).strip() if minor else spot.drawn.label
-        labels.append(Label((spot.held / size, spot.ppl), text, looks[spot.drawn.name].colour, minor))
+        labels.append(Label((spot.held / size, spot.ppl), panels.shortened(text), looks[spot.drawn.name].colour, minor))
     label_points(figure, axes, labels, segments)

@@ -97,7 +97,8 @@ DIFFERENCES = (
 
 def draw_all(rows: Sequence[Row], folder: Path, samples: Sequence[Sample] = ()) -> list[Plot]:
     """Draw every plot that the rows and samples allow into `folder` and say what was drawn."""
-    looks = styles(display_name(row) for row in rows if row.method)
+    scored = (sample.row for sample in samples)  # of a run that still goes on they may be ahead of the rows
+    looks = styles(display_name(row) for row in (*rows, *scored) if row.method)
     rows, left_out = _drawable(rows)
     drawn = []
     with styled():

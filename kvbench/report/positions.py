@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from kvbench.report.lines import lines_of
 from kvbench.report.multiples import Curve, small_multiples
 from kvbench.report.names import config_of, labels
+from kvbench.report.panels import place_of, titled
 from kvbench.report.style import Looks
 from kvbench.rows import Row
 
 METRIC = "kl_at"
-SETTING = ("model", "kv_heads", "dataset", "context", "dtype", "device")
 
 
 def kl_position(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
@@ -22,7 +22,7 @@ def kl_position(rows: Sequence[Row], looks: Looks | None = None) -> Figure | Non
     if not lines:
         return None
     first = lines[0].row
-    same = [line for line in lines if all(getattr(line.row, name) == getattr(first, name) for name in SETTING)]
+    same = [line for line in lines if place_of(line.row) == place_of(first)]
     names = labels([line.row for line in same])
     curves = []
     for line in same:
@@ -32,7 +32,8 @@ def kl_position(rows: Sequence[Row], looks: Looks | None = None) -> Figure | Non
             curves.append(Curve(line.name, names[config_of(line.row)], line.row.budget, values))
     if not curves:
         return None
-    return small_multiples(curves, "position of the scored token", "KL, nats", looks, logarithmic=True)
+    figure = small_multiples(curves, "position of the scored token", "KL, nats", looks, logarithmic=True)
+    return titled(figure, first, [line.row for line in lines])
 
 
 def _curve_rows(curves: dict[tuple[str, int | None], dict[int, Row]]) -> dict[int, Row]:

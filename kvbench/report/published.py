@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from kvbench.errors import UserError
+from kvbench.report.commands import read_config
 from kvbench.report.names import knob_text
 from kvbench.report.table import Column, Table, text_column
 from kvbench.report.tables import for_terminal
-from kvbench.results import CONFIG
 from kvbench.rows import COLUMNS, Row
 
 EXAMPLE = "published={source: ..., settings: {...}, numbers: [{method: h2o, metric: ppl, value: 5.4}]}"
@@ -72,8 +71,7 @@ def published_tables(runs: Sequence[Path], rows: Sequence[Row]) -> list[Table]:
     """A table for every `published:` node that the configs of these runs hold, each once."""
     nodes: list[Any] = []
     for run in runs:
-        config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8")) if (run / CONFIG).is_file() else None
-        node = config.get("published") if isinstance(config, dict) else None
+        node = read_config(run).get("published")
         if node is not None and node not in nodes:
             nodes.append(node)
     names = (f"published_{index}" if index else "published" for index in range(len(nodes)))

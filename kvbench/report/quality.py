@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from kvbench.report import panels, units
 from kvbench.report.candidates import Candidate, Group, groups_of, setting_of
-from kvbench.report.multiples import plain_number
+from kvbench.report.multiples import plain_number, symmetric_log
 from kvbench.report.names import display_name
 from kvbench.report.style import FAINT, Looks, styles
 from kvbench.rows import Row
@@ -22,6 +22,7 @@ MEASURES = (
     ("nll_minus_full", "NLL above full, nats", "low"), ("kl", "KL, nats", "low"),
     ("top1", "top-1 agreement", "high"), ("hit_rate", "needles found", "high"),
 )  # fmt: skip
+SHARES = ("top1", "hit_rate")
 MOST_GROUPS = 3
 STEEP = 0.3  # nats: with a loss above it the axis is logarithmic beyond 0.01, so that small ones can be told apart
 
@@ -52,7 +53,7 @@ def quality_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure | N
     looks = looks or styles(spot.name for *_, spots in found for spot in spots)
     figure, axes_list = panels.figure_of(len(found), 2.5)
     for axes, (metric, label, good, title, spots) in zip(axes_list, found, strict=True):
-        axes.set_title(title)
+        axes.set_title(panels.fitted(title, panels.width(len(found))))
         _panel(axes, spots, looks, good, logarithmic=metric == "kl")
         axes.set_ylabel(label)
     names = list(dict.fromkeys(spot.name for *_, spots in found for spot in spots))
@@ -67,7 +68,9 @@ def _spots(group: Group, metric: str) -> list[Spot]:
 
 def _spot(member: Candidate, metric: str) -> Spot | None:
     row, held = member.numbers.get(metric), member.held
-    if row is None or row.value is None or not math.isfinite(row.value) or not held:
+    if row is None or row.value is None or not math.isfinite(row.value) or held is None or held <= 0:
+        return None
+    if metric in SHARES and not 0 <= row.value <= 1:
         return None
     low = row.value if row.low is None else row.low
     high = row.value if row.high is None else row.high
@@ -88,8 +91,7 @@ def _panel(axes: Axes, spots: Sequence[Spot], looks: Looks, good: str, *, logari
         axes.yaxis.set_major_formatter(plain_number)
         axes.minorticks_off()
     elif good == "low" and values and max(values) > STEEP:
-        axes.set_yscale("symlog", linthresh=0.01)
-        axes.yaxis.set_major_formatter(plain_number)
+        symmetric_log(axes, values, 0.01)
     for name in dict.fromkeys(spot.name for spot in spots):
         members = sorted((spot for spot in spots if spot.name == name), key=lambda spot: spot.held)
         look = looks[name]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
+from kvbench.report.candidates import GROUP
 from kvbench.report.names import is_baseline
-from kvbench.results import SAMPLES
+from kvbench.results import METRICS, SAMPLES
 from kvbench.rows import KNOBS, Row
 
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
@@ -30,32 +34,50 @@ def read_samples(runs: Iterable[Path]) -> list[Sample]:
     found: dict[tuple[Any, ...], Sample] = {}
     for run in runs:
         file = run / SAMPLES
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-            for sample in _differences(_object(line)):
-                known = tuple(getattr(sample.row, name) for name in KNOBS)
-                found[*known, sample.row.context, sample.window] = sample
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+        setting = _setting(run) if lines else {}
+        for line in lines:
+            for sample in _differences(_object(line), setting):
+                known = tuple(getattr(sample.row, name) for name in (*GROUP, *KNOBS, "context"))
+                found[*known, sample.window] = sample
     return list(found.values())
 
 
-def _differences(record: Mapping[str, Any]) -> list[Sample]:
+def _setting(run: Path) -> dict[str, Any]:
+    """What the rows of a run say of its model and machine, which samples do not repeat."""
+    if not (run / METRICS).is_file():
+        return {}
+    file = pq.ParquetFile(run / METRICS)
+    first = file.read(columns=[name for name in GROUP if name in file.schema_arrow.names]).slice(0, 1).to_pylist()
+    return first[0] if first else {}
+
+
+def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[Sample]:
     if record.get("measure") != "perplexity":
         return []
-    scored = [(_row(entry, record), entry.get("nll")) for entry in record.get("methods") or []]
+    entries = [entry for entry in record.get("methods") or [] if isinstance(entry, Mapping)]
+    scored = [(_row(entry, record, setting), float(entry["nll"])) for entry in entries if _finite(entry.get("nll"))]
     base = next((nll for row, nll in scored if is_baseline(row)), None)
     if base is None:
         return []
     window = str(record.get("sha256"))
-    return [Sample(row, window, nll - base) for row, nll in scored if nll is not None and not is_baseline(row)]
+    return [Sample(row, window, nll - base) for row, nll in scored if not is_baseline(row)]
 
 
-def _row(entry: Mapping[str, Any], record: Mapping[str, Any]) -> Row:
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[str, Any]) -> Row:
     knobs: dict[str, Any] = dict(entry.get("knobs") or {})
     columns = {name: knobs.pop(name) for name in COLUMNS if name in knobs}
     rest: Sequence[str] = sorted(name for name in knobs if name not in IGNORED)
     if columns.get("budget") is not None:
         columns["budget"] = float(columns["budget"])
     columns["knobs"] = json.dumps({name: knobs[name] for name in rest}) if rest else None
-    return Row(method=entry.get("method"), store=entry.get("store"), context=record.get("context"), **columns)
+    return Row(
+        method=entry.get("method"), store=entry.get("store"), context=record.get("context"), **setting, **columns
+    )
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -10,11 +10,13 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """1234.5 -> `1,234`, 22.31 -> `22.3`, 0.01234 -> `0.0123`: `digits` significant digits, no exponent."""
+    """1234.5 -> `1,234`, 22.31 -> `22.3`, 0.01234 -> `0.0123`; an exponent only where zeros would fill the line."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
         return "0"
+    if not 1e-5 <= abs(value) < 1e8:
+        return f"{value:.{digits - 1}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
 
@@ -33,6 +35,8 @@ def signed(value: float) -> str:
 
 def percent(value: float) -> str:
     """A share between 0 and 1 as `97.3%`; only what is all or nothing prints as 100% or 0%."""
+    if abs(value) >= 1000:
+        return f"{significant(100 * value)}%"
     text = f"{100 * value:.1f}%"
     if text == "100.0%" and value < 1:
         return ">99.9%"
@@ -43,12 +47,21 @@ def percent(value: float) -> str:
 
 def count(value: float) -> str:
     """A number of things: `3,072`, or `256.5` for a mean over heads."""
+    if abs(value) >= 1e9:
+        return significant(value)
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def fixed(decimals: int, suffix: str = "") -> Callable[[Sequence[float]], tuple[str, Format]]:
-    """A column with a fixed number of decimals."""
-    return lambda values: ("", lambda value: f"{value:,.{decimals}f}{suffix}")
+    """A column with a fixed number of decimals, none where a number has four digits before them."""
+    return lambda values: ("", lambda value: fixed_text(value, decimals) + suffix)
+
+
+def fixed_text(value: float, decimals: int) -> str:
+    """`24.01`, `17,165`, `1.23e+09`"""
+    if abs(value) >= 1e8:
+        return significant(value)
+    return f"{value:,.{decimals if abs(value) < 1000 else 0}f}"
 
 
 def plainly(form: Format, unit: str = "") -> Callable[[Sequence[float]], tuple[str, Format]]:
@@ -65,7 +78,7 @@ def byte_unit(values: Sequence[float]) -> tuple[float, str]:
 def in_bytes(values: Sequence[float]) -> tuple[str, Format]:
     """A column of bytes in one binary unit."""
     size, name = byte_unit(values)
-    return name, lambda value: significant(value / size) if size > 1 else f"{value:,.0f}"
+    return name, lambda value: significant(value / size) if size > 1 else count(round(value))
 
 
 def interval(value: str, low: str, high: str) -> str:

@@ -43,6 +43,11 @@ class Advice:
         return self.answer or ("too little data" if self.too_little else "no method without a measured loss")
 
 
+def advised(advice: Sequence[Advice]) -> list[Group]:
+    """The groups that got advice of their own, each once."""
+    return list({id(one.group): one.group for one in advice if one.key != "architecture"}.values())
+
+
 def losses(member: Candidate, base: Candidate) -> list[str]:
     """Where a method is worse than the full cache beyond the interval."""
     found = []

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.caches import AnyCache, KVCache
+from kvbench.cache.caches import AnyCache, KVCache, PrefixCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.counts import CannotCapture, Counts
 from kvbench.cache.forward import check_ids
+from kvbench.cache.stock import StockCache
 from kvbench.decode import step
 from kvbench.errors import UserError
+from kvbench.rows import GRAPH
 
 WARM_UP = 3
 """Steps that run before the capture, which can compile no kernel and set up no library."""
@@ -41,8 +43,10 @@ def decoder_for(
     """
     if not graph or cache.last_logits.device.type != "cuda":
         return EagerDecoder(model, cache)
-    if not isinstance(cache, KVCache):
+    if isinstance(cache, PrefixCache):
         return EagerDecoder(model, cache, "eager: without a cache every step is as long as the prefix")
+    if isinstance(cache, StockCache):
+        return EagerDecoder(model, cache, "eager: transformers' own cache grows, and a graph wants memory that stays")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return EagerDecoder(model, cache, "eager: the model lies on several devices, and a graph is one device's")
     if untimed <= WARM_UP:
@@ -60,6 +64,11 @@ class EagerDecoder:
 
     def __init__(self, model: PreTrainedModel, cache: AnyCache, note: str | None = None) -> None:
         self.model, self.cache, self.note = model, cache, note
+
+    @property
+    def kernel_name(self) -> str:
+        """What the rows' `kernel` column says."""
+        return self.cache.kernel_name
 
     def feed(self, ids: Tensor) -> Tensor:
         """Logits [B, 1, V] after ids [B, q]."""
@@ -84,6 +93,11 @@ class GraphDecoder:
     def is_graph(self) -> bool:
         """Whether steps are replays, or lead up to a recording."""
         return self.eager.note is None
+
+    @property
+    def kernel_name(self) -> str:
+        """What the rows' `kernel` column says."""
+        return self.cache.kernel_name + (GRAPH if self.is_graph else "")
 
     @property
     def note(self) -> str | None:

@@ -69,6 +69,9 @@ class Row:
             raise ValueError(f"status {self.status!r} is not one of {', '.join(ROW_STATUSES)}")
 
 
+GRAPH = ", graph"
+"""What `kernel` ends in where a step was the replay of a captured CUDA graph."""
+
 COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Row))
 # What tells one compared method from another; the rest of a row says what was measured, and where.
 KNOBS = (

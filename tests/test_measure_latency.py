@@ -366,7 +366,7 @@ def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row.method, row.metric, row.batch, row.value) for row in rows] == [
         ("full", "tokens_per_s", 4, 8.0), ("h2o", "tokens_per_s", 4, 8.0),
     ]  # fmt: skip
-    assert all("8 ran out of memory" in (row.note or "") for row in rows)
+    assert all("8 ran out of memory" in (row.note or "") and row.kernel for row in rows)
     assert not here.failures
 
 

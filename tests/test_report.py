@@ -34,6 +34,7 @@ from kvbench.report.style import PALETTE, styles
 from kvbench.report.table import Table
 from kvbench.report.tables import build_tables, terminal_table
 from kvbench.results import Row, RunFolder, frame_of
+from kvbench.rows import GRAPH
 from tests.rows import BASE, METHODS, rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -311,6 +312,20 @@ def test_notes_are_warnings_unless_the_baseline_carries_them_too() -> None:
     made = [replace(row, note="float32 angles") if row.method == "streaming_llm" else row for row in rows()]
     (finding,) = find_all(made)
     assert finding.kind == "note" and finding.text.count("streaming_llm (") == 4
+
+
+def test_eager_steps_beside_captured_ones_are_named() -> None:
+    def timed(**kernels: str) -> list[Row]:
+        made = rows(measures=["latency"], base=replace(BASE, device="cuda"))
+        return [replace(row, kernel=kernels.get(str(row.method), "triton" + GRAPH)) for row in made]
+
+    (finding,) = find_all(timed(h2o="reference", random="triton"))
+    assert finding.kind == "eager beside captured" and finding.text.startswith("h2o, h2o+int4, random: ")
+    assert "latency.graph=false" in finding.text
+    assert find_all(timed()) == find_all([replace(row, kernel="triton") for row in timed()]) == []
+    on_cpu = [replace(row, device="cpu", kernel="cpu-c++") for row in timed()]
+    assert find_all([*timed(), *on_cpu]) == []
+    assert "triton, graph" in column(table(timed(h2o="reference"), "latency"), "kernel")
 
 
 def test_needle_without_a_baseline_says_so() -> None:

@@ -24,15 +24,16 @@ LONGEST = FIXED + 1 + WARM_UP + 1
 class Generation:
     """The seconds at which each token of a batch stood, from the moment the cache was there.
 
-    untimed: first intervals that no ITL counts, because a graph is captured in them. natural: tokens to the end of the
-    last row's text, or to the most that was asked for; 0 where nobody asked. ended: rows that came to an end by
-    themselves within them.
+    doubt: why its steps were no replays of a graph, where a graph was wanted. untimed: first intervals that no ITL
+    counts, because a graph is captured in them. natural: tokens to the end of the last row's text, or to the most that
+    was asked for; 0 where nobody asked. ended: rows that came to an end by themselves within them.
     """
 
     entry: Entry
     context: int
     batch: int
     kernel: str
+    doubt: str | None
     at: list[float]
     untimed: int
     natural: int
@@ -43,10 +44,13 @@ class Generation:
         base = replace(self.entry.row, measure="latency", context=self.context, batch=self.batch, kernel=self.kernel,
                        protocol="interleaved", unit="ms")  # fmt: skip
         intervals, first = 1e3 * np.diff(self.at), self.untimed
-        yield from _median(base, "itl_p50_ms", intervals[first : first + FIXED], "greedy, each token fed back", seed)
+        doubt = () if self.doubt is None else (self.doubt,)
+        note = "; ".join(("greedy, each token fed back", *doubt))
+        yield from _median(base, "itl_p50_ms", intervals[first : first + FIXED], note, seed)
         if not self.natural:
             return
-        note = f"greedy, to the natural end; {self.ended} of {self.batch} ended by themselves"
+        ended = f"{self.ended} of {self.batch} ended by themselves"
+        note = "; ".join(("greedy, to the natural end", ended, *doubt))
         yield from _median(base, "natural_itl_p50_ms", intervals[first : self.natural - 1], note, seed)
         yield replace(base, metric="natural_ms", value=1e3 * self.at[self.natural - 1], n=1, note=note)
         yield replace(base, metric="natural_tokens", value=float(self.natural), unit="tokens", n=1, note=note)
@@ -81,5 +85,5 @@ def generation(bench: Bench, settings: Latency, entry: Entry, record: PrefillRec
         if len(at) >= max(least, stop):
             break
         logits = decoder.feed(token[:, None])[:, -1]
-    kernel = cache.kernel_name + (", graph" if decoder.is_graph else "")
-    return Generation(entry, record.prompt_tokens, logits.shape[0], kernel, at, untimed, stop, ended)
+    return Generation(entry, record.prompt_tokens, logits.shape[0], decoder.kernel_name, decoder.note, at, untimed,
+                      stop, ended)  # fmt: skip

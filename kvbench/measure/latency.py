@@ -197,9 +197,8 @@ def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int, machine
     steady = is_steady(run.step_ms, bench.seed)
     unsteady = None if steady else "unsteady: the first and the second half of the steps differ"
     doubts = (run.decoder.note, machine.note, unsteady)
-    kernel = run.cache.kernel_name + (", graph" if run.decoder.is_graph else "")
     base = replace(run.entry.row, measure="latency", context=context, batch=batch, protocol="interleaved", n=1,
-                   kernel=kernel, note="; ".join(filter(None, doubts)) or None)  # fmt: skip
+                   kernel=run.decoder.kernel_name, note="; ".join(filter(None, doubts)) or None)  # fmt: skip
     once = [("prefill_ms", record.prefill_ms), ("observe_ms", run.observe_ms), ("compress_ms", run.cache.compress_ms),
             ("ttft_ms", record.prefill_ms + run.observe_ms + run.cache.compress_ms + run.first_ms)]  # fmt: skip
     for metric, value in once:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,20 +21,30 @@ STEPS = 8
 """Timed steps a batch, after those in which a graph is captured."""
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Steps at one batch; kernel and doubt are the decoder's `kernel_name` and `note`."""
+
+    batch: int
+    seconds: list[float]
+    kernel: str
+    doubt: str | None
+
+
 def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
     """Row tokens_per_s a method, its batch the largest power of two that fits, with its prefill, beside the model."""
     for entry in bench.entries:
         if entry.method.rule.needs_ids:
             continue
         with bench.cell(entry, "latency", context=context):
-            found: tuple[int, list[float]] | None = None
+            found: Timed | None = None
             batch, why = 1, f"the search ends at {MOST}"
             while batch <= MOST:
                 try:
                     if not _has_room(bench, context, batch):
                         why = f"{batch} would not fit into the host's memory"
                         break
-                    found = batch, _step_seconds(bench, settings, entry, context, batch)
+                    found = _timed(bench, settings, entry, context, batch)
                 except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory is a RuntimeError
                     if not is_out_of_memory(error):
                         raise
@@ -47,7 +57,7 @@ def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
                 torch.cuda.empty_cache()
             if found is None:
                 raise torch.OutOfMemoryError(f"not even one prompt of {context} tokens fits")
-            yield from _rows(bench, entry, context, *found, why)
+            yield from _rows(bench, entry, context, found, why)
 
 
 def _has_room(bench: Bench, context: int, batch: int) -> bool:
@@ -65,7 +75,7 @@ def _has_room(bench: Bench, context: int, batch: int) -> bool:
     return bool(3 * dense < psutil.virtual_memory().available)
 
 
-def _step_seconds(bench: Bench, settings: Latency, entry: Entry, context: int, batch: int) -> list[float]:
+def _timed(bench: Bench, settings: Latency, entry: Entry, context: int, batch: int) -> Timed:
     model, device = bench.loaded.model, bench.loaded.device
     length = context + WARM_UP + 1 + STEPS
     starts = [i * max(0, len(bench.tokens) - length) // batch for i in range(batch)]
@@ -79,11 +89,12 @@ def _step_seconds(bench: Bench, settings: Latency, entry: Entry, context: int, b
         started = clock(device)
         decoder.feed(ids[:, t : t + 1])
         seconds.append(clock(device) - started)
-    return seconds[-STEPS:]
+    return Timed(batch, seconds[-STEPS:], decoder.kernel_name, decoder.note)
 
 
-def _rows(bench: Bench, entry: Entry, context: int, batch: int, seconds: list[float], why: str) -> Iterator[Row]:
-    rates = [batch / second for second in seconds]
-    yield replace(entry.row, measure="latency", metric="tokens_per_s", unit="tokens/s", context=context, batch=batch,
-                  protocol="largest_batch", value=float(np.median(rates)), n=len(rates),
-                  note=f"the largest batch, in powers of two: {why}", **bounds(median_interval(rates, bench.seed)))
+def _rows(bench: Bench, entry: Entry, context: int, found: Timed, why: str) -> Iterator[Row]:
+    rates = [found.batch / second for second in found.seconds]
+    note = "; ".join(filter(None, (f"the largest batch, in powers of two: {why}", found.doubt)))
+    yield replace(entry.row, measure="latency", metric="tokens_per_s", unit="tokens/s", context=context,
+                  batch=found.batch, protocol="largest_batch", value=float(np.median(rates)), n=len(rates),
+                  kernel=found.kernel, note=note, **bounds(median_interval(rates, bench.seed)))

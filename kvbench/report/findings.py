@@ -11,6 +11,7 @@ from kvbench.report.lines import baseline_of, lines_of
 from kvbench.report.names import Config, config_of, is_baseline, labels
 from kvbench.report.needle import hits_of, uninformative
 from kvbench.results import Row
+from kvbench.rows import GRAPH
 
 # Methods that hold every token exactly, or none at all: engaged = 0 is their nature, not a fault.
 EXACT = ("full", "recompute")
@@ -38,6 +39,7 @@ def find_all(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None =
         *_better_than_full(rows, names),
         *_uninformative(rows),
         *_unsteady(rows, names),
+        *_eager_beside_captured(rows, names),
         *_missing(rows, names),
         *_converted(rows),
         *_notes(rows, names),
@@ -126,6 +128,25 @@ def _unsteady(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Find
         if row.metric == "steady" and row.value == 0 and row.status == "ok":
             why = row.note or "step times drifted or jumped while it was measured"
             yield Finding("unsteady timing", f"{_where(row, names)}: {_first_line(why)}")
+
+
+def _eager_beside_captured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+    """Steps that launched their kernels one by one, where others of the same setting were replays of a graph."""
+    eager: dict[tuple[Any, ...], set[str]] = {}
+    captured: set[tuple[Any, ...]] = set()
+    for row in rows:
+        if row.measure != "latency" or row.status != "ok" or row.kernel is None or row.method == "recompute":
+            continue  # a whole prefix a step is compared with nothing
+        setting = (row.model, row.kv_heads, row.dtype, row.device)
+        if row.kernel.endswith(GRAPH):
+            captured.add(setting)
+        else:
+            eager.setdefault(setting, set()).add(names[config_of(row)])
+    for setting, methods in eager.items():
+        if setting in captured:
+            yield Finding("eager beside captured", f"{_listed(sorted(methods))}: steps launched kernel by kernel, in a "
+                          "table with replays of a CUDA graph; what launching costs is in these times alone. Type "
+                          "latency.graph=false to time all alike")  # fmt: skip
 
 
 def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Finding]:

@@ -1,5 +1,7 @@
 """Decoding through a compressed cache: one step, and greedy generation."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,12 +33,13 @@ def step(model: PreTrainedModel, ids: Tensor, cache: AnyCache, logits_to_keep: i
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, ids: Tensor | None, cache: AnyCache, max_new_tokens: int = 32,
-             eos_token_id: int | None = None) -> Tensor:  # fmt: skip
+             eos_token_id: int | Sequence[int] | None = None) -> Tensor:  # fmt: skip
     """Greedy continuation of what the cache holds, then `ids`: new tokens [B, n], n <= max_new_tokens.
 
     Args:
         ids: [B, q], fed through the cache first (a question, say); None to go on from the prompt itself.
-        eos_token_id: stop once every row has produced it; later tokens of a finished row repeat it.
+        eos_token_id: what ends a text, one token or any of several: stop once every row has produced one; later tokens
+            of a finished row repeat it (the first of several).
 
     Raises UserError for max_new_tokens below 1, and for ids=None where the cache has moved on from its prompt.
     """
@@ -45,15 +48,16 @@ def generate(model: PreTrainedModel, ids: Tensor | None, cache: AnyCache, max_ne
     if ids is None and cache.seen > cache.prompt_tokens:
         raise UserError("the cache has been fed since its prompt; give the ids that follow, the last new token first")
     logits = cache.last_logits if ids is None else step(model, ids, cache)[:, -1]
+    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
     tokens: list[Tensor] = []
     finished = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
     with kvbench_attention(model):
         while True:
             token = logits.argmax(-1)
-            if eos_token_id is not None:
-                token = token.masked_fill(finished, eos_token_id)
-                finished |= token == eos_token_id
+            if ends:
+                token = token.masked_fill(finished, ends[0])
+                finished |= torch.isin(token, token.new_tensor(ends))
             tokens.append(token)
-            if len(tokens) == max_new_tokens or (eos_token_id is not None and bool(finished.all())):
+            if len(tokens) == max_new_tokens or (ends and bool(finished.all())):
                 return torch.stack(tokens, dim=1)
             logits = step(model, token[:, None], cache)[:, -1]

@@ -47,10 +47,7 @@ from kvbench.progress import Progress
 from kvbench.report.published import Published, published_of
 from kvbench.results import RunFolder, check_writable
 from kvbench.rows import Row
-from kvbench.settings import (
-    KINDS,
-    read_settings,
-)
+from kvbench.settings import KINDS, Needle, Tasks, read_settings
 from kvbench.shape import ModelShape
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Measures, Work, conclude, measure
@@ -80,19 +77,20 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     tokens = tokenize(text, tokenizer, shape.vocab_size)
     bos = bos_token(data_spec(node_of(config, "data")).bos, tokenizer)
     check_lengths(settings, len(tokens), text, shape, spec)
-    if "needle" in settings:
-        check_prompts(tokenizer, tokens, config.seed, settings["needle"], shape.max_positions)  # type: ignore[arg-type]
-    if "tasks" in settings:
-        check_tasks(settings["tasks"], shape.max_positions)  # type: ignore[arg-type]
     check_methods([method for _, method in entries], settings, shape)
     if any(method.store.calibrates for _, method in entries) and not spec.random:
         check_calibration_text(settings.get("perplexity"), text, len(tokens))
     if shape.mla == "absorbed" and config.kernel == "triton":
         raise UserError("kernel=triton does not read absorbed latents; type kernel=reference, or model.mla=latent")
+    prompts, samples = {}, {}
+    if isinstance(asked := settings.get("needle"), Needle):
+        prompts = check_prompts(tokenizer, tokens, config.seed, asked, shape.max_positions, bos)
+    if isinstance(asked := settings.get("tasks"), Tasks):
+        samples = check_tasks(asked, shape.max_positions)
     device = pick_device(spec.device)
+    files = f"{files_fingerprint(asked)} bos={bos}" if isinstance(asked, Tasks) else ""
     facts = Facts(_weights(spec, shape), f"{text.fingerprint} bos={bos}", str(pick_dtype(spec.dtype, device)),
-                  _device_name(device), str(config.kernel), torch.get_num_threads(),
-                  files_fingerprint(settings["tasks"]) if "tasks" in settings else "")  # type: ignore[arg-type]  # fmt: skip
+                  _device_name(device), str(config.kernel), torch.get_num_threads(), files)  # fmt: skip
     common = common_of(config)
     work = Work(job, [(part, [with_key(cell_of(method, part, common), facts) for method in methods])
                       for part in parts_of(settings)], facts.device)  # fmt: skip
@@ -106,7 +104,8 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         check_model(loaded.model, method.rule)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
     bench = Bench(loaded, entries_of(entries, loaded, text, config, progress, bos), tokens, progress,
-                  config.kernel, config.save_tokens, config.save_kept, config.seed, spec, bos)  # fmt: skip
+                  config.kernel, config.save_tokens, config.save_kept, config.seed, spec, bos,
+                  prompts, samples)  # fmt: skip
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
     return _measure(work, bench, left, _label(methods), _resolved(config, methods), published)

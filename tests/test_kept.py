@@ -16,9 +16,9 @@ from kvbench.cache.build import Method, build_cache
 from kvbench.cache.store import DenseStore
 from kvbench.decode import step
 from kvbench.kept import COUNTED, KEPT, Kept, read_kept, to_table
+from kvbench.measure.haystack import TASKS
 from kvbench.measure.needle import needle
 from kvbench.measure.perplexity import perplexity
-from kvbench.measure.prompts import ANSWER_TOKENS
 from kvbench.methods.pyramid import Pyramid
 from kvbench.report.__main__ import main as report
 from kvbench.report.kept import _figure
@@ -58,7 +58,7 @@ def test_needle_notes_the_cache_at_the_end_of_the_answer() -> None:
     assert sorted(kept.sample for kept in bench.kept) == [0, 1, 2, 3]
     budget = bench.entries[1].method.rule.tokens(120)
     for kept in bench.kept:
-        fed = 120 + len(finding.samples[kept.sample]["question_ids"]) + ANSWER_TOKENS - 1
+        fed = 120 + len(finding.samples[kept.sample]["question_ids"]) + TASKS["single_number"].answer_tokens - 1
         expected = [*range(4), *range(fed - budget + 4, fed)]
         assert kept.layers == {0: [expected] * 2, 1: [expected] * 2}
         assert (kept.row.measure, kept.row.question) == ("needle", "after")

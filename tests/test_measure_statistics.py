@@ -10,11 +10,13 @@ import pytest
 from kvbench.measure.statistics import (
     BLOCK,
     RESAMPLES,
+    bounded_interval,
     bounds,
     mean_interval,
     median_interval,
     percentile_interval,
     units_of,
+    wilson,
     worse,
     worst_decile,
     worst_decile_interval,
@@ -76,6 +78,29 @@ def test_coverage() -> None:
         low, high = mean_interval(units_of(values), seed=0) or (0, 0)
         inside += low <= 2 <= high
     assert 174 <= inside <= 198
+
+
+def test_alike_scores_are_no_certainty() -> None:
+    """Four hits of four are not a hit rate of 100% +- 0, and four equal pairs no proof of equality."""
+    for n in (1, 4, 12, 40):
+        hits, ties = units_of(np.ones((n, 1))), units_of(np.zeros((n, 1)))
+        assert bounded_interval(hits, 0, 1, 0) == pytest.approx(wilson(n, n))
+        assert bounded_interval(ties, 0, 1, 0) == pytest.approx(wilson(0, n))
+        low, high = bounded_interval(ties, -1, 1, 0)
+        assert -low == high == pytest.approx(wilson(0, n)[1])
+    mixed = units_of(DRAW.uniform(size=(12, 1)))
+    assert bounded_interval(mixed, 0, 1, 3) == mean_interval(mixed, 3)
+
+
+@pytest.mark.parametrize("n", [4, 12])
+def test_coverage_of_paired_hits(n: int) -> None:
+    """Four of a quarter are alike often enough to matter: without a bound of their own 6 of 10 would cover."""
+    inside = 0
+    for i in range(200):
+        lost = np.random.default_rng(i).choice([-1.0, 0.0, 0.0, 0.0], size=n)
+        low, high = bounded_interval(units_of(lost[:, None]), -1, 1, 0)
+        inside += low <= -0.25 <= high
+    assert inside >= 174
 
 
 def test_order_changes_no_bit() -> None:

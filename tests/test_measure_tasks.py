@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,20 @@ import torch
 from kvbench.__main__ import main
 from kvbench.errors import UserError
 from kvbench.measure import task_sets
-from kvbench.measure.answers import LONGBENCH, classification, code, f1, longbench, normal, numbers, rouge_l, ruler
+from kvbench.measure.answers import (
+    ANSWER_TOKENS,
+    LONGBENCH,
+    classification,
+    code,
+    f1,
+    longbench,
+    normal,
+    numbers,
+    rouge_l,
+    ruler,
+)
 from kvbench.measure.prompts import Template
+from kvbench.measure.statistics import wilson
 from kvbench.measure.task_sets import NAMES, Sample, check_tasks, files_fingerprint, load_samples
 from kvbench.measure.tasks import encode, tasks
 from kvbench.settings import Tasks
@@ -73,6 +86,7 @@ def test_f1(answer: str, reference: str, score: float) -> None:
 )
 def test_numbers(answer: str, score: float) -> None:
     assert numbers(answer, "Paragraph 7") == score
+    assert numbers(answer, "none") == 0
 
 
 @pytest.mark.parametrize(
@@ -101,9 +115,19 @@ def test_rouge_l_by_hand() -> None:
     assert rouge_l("", "a b") == 0.0
 
 
+def test_rouge_l_of_an_answer_that_babbles() -> None:
+    """A sentence of a thousand words is deeper than Python's stack, as a broken cache writes them."""
+    pytest.importorskip("rouge")
+    before = sys.getrecursionlimit()
+    words = " ".join(f"w{i}" for i in range(900))
+    assert rouge_l(words, f"w3 {'x ' * 300}w7") == pytest.approx(2 * 2 / (900 + 3), rel=1e-3)  # different words
+    assert sys.getrecursionlimit() == before
+
+
 def test_the_best_reference_counts_and_of_sets_with_examples_the_first_line() -> None:
     assert longbench("hotpotqa", "dog", ["cat", "dog"]) == 1.0
     assert longbench("triviaqa", "\ndog\nQuestion: and now?", ["dog"]) == 1.0
+    assert longbench("trec", "\n City\nand Number", ["City"], ["City", "Number"]) == 1.0
     assert longbench("hotpotqa", "dog\nQuestion: and now?", ["dog"]) < 1.0
     assert set(NAMES["longbench"]) == set(LONGBENCH)
 
@@ -138,17 +162,32 @@ def test_what_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
         check_tasks(settings(tmp_path), None)
     with pytest.raises(UserError, match="choose from narrativeqa"):
         check_tasks(settings(tmp_path, names=["dureader"]), None)
-    with pytest.raises(UserError, match="no room for an answer"):
-        check_tasks(settings(tmp_path, longest=2048), 2048)
+    write(tmp_path, "hotpotqa")
+    with pytest.raises(UserError, match="answers of 6 tokens do not fit .*; type tasks.longest=2042 or less"):
+        check_tasks(settings(tmp_path, longest=2043), 2048)
+    assert set(check_tasks(settings(tmp_path, longest=2042), 2048)) == {"hotpotqa"}
     monkeypatch.setattr(task_sets, "hub_or_cache", lambda: False)
     with pytest.raises(UserError, match="type tasks.path=FOLDER"):
         check_tasks(settings(None), None)
-    write(tmp_path, "hotpotqa", question=None)
-    with pytest.raises(UserError, match="lacks question"):
-        load_samples(settings(tmp_path), "hotpotqa")
-    (tmp_path / "hotpotqa.jsonl").write_text("{")
-    with pytest.raises(UserError, match="cannot load hotpotqa"):
-        load_samples(settings(tmp_path), "hotpotqa")
+    for columns, said in (
+        ({"question": None}, "sample 0 of hotpotqa lacks question"), ({"answers": []}, "lacks answers"),
+        ({"context": " "}, "has an empty context"), ({"max_new_tokens": "ten"}, "max_new_tokens=ten is not a whole"),
+        ({"max_new_tokens": -4}, "max_new_tokens=-4 is not"),
+    ):  # fmt: skip
+        write(tmp_path, "hotpotqa", **columns)
+        with pytest.raises(UserError, match=said):
+            check_tasks(settings(tmp_path), None)
+    for content, said in (("{", "cannot load hotpotqa"), ("", "holds no samples")):
+        (tmp_path / "hotpotqa.jsonl").write_text(content)
+        with pytest.raises(UserError, match=said):
+            check_tasks(settings(tmp_path), None)
+
+
+def test_answers_are_as_long_as_longbench_publishes_them(tmp_path: Path) -> None:
+    for given, taken in ((52, 32), (6, 6), (None, 32)):  # copies of the set allow 20 more
+        write(tmp_path, "hotpotqa", max_new_tokens=given)
+        assert {sample.answer_tokens for sample in load_samples(settings(tmp_path), "hotpotqa")} == {taken}
+    assert set(ANSWER_TOKENS) == set(LONGBENCH)
 
 
 def test_other_files_are_other_numbers(tmp_path: Path) -> None:
@@ -164,9 +203,9 @@ def test_long_contexts_lose_their_middle() -> None:
     context, question = encode(TOKENIZER, sample, 40, Template("<", ">"))
     assert TOKENIZER.decode(question) == "\nwhat?# so"  # this tokenizer does not know the template's signs
     assert len(context) + len(question) <= 40
-    kept = TOKENIZER.decode(context[1:])
-    half = len(kept) // 2
-    assert kept == sample.context[:half] + sample.context[-half:]
+    # The first and the last half of the whole prompt, as LongBench cuts it.
+    whole = "<" + sample.context + TOKENIZER.decode(question)
+    assert TOKENIZER.decode(context + question) == "#" + whole[1:20] + whole[-20:]
     short = Sample("abc", "\nwhat?", "", ["x"], 4, [])
     assert TOKENIZER.decode(encode(TOKENIZER, short, 40, Template())[0]) == "abc"
 
@@ -199,8 +238,30 @@ def test_prompts_begin_with_bos_where_windows_do(tmp_path: Path) -> None:
     (plain,) = tasks(bench, settings(tmp_path))
     (begun,) = tasks(replace(bench, bos=7), settings(tmp_path))
     for before, after in zip(plain.samples, begun.samples, strict=True):
-        assert after["ids"] == [7, *before["ids"]]
+        assert after["ids"][0] == 7 and len(after["ids"]) == len(before["ids"])
+        assert after["ids"][1:60] == before["ids"][:59]
         assert after["question_ids"] == before["question_ids"]
+
+
+def test_a_task_that_full_fails_is_uninformative_and_more_than_full_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "hotpotqa", count=12)
+    bench = bench_of(MODEL, methods("full", "h2o"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
+    asked = settings(tmp_path, samples=12)
+    scores = iter([0.0] * 24)
+    monkeypatch.setitem(task_sets.SCORES, "longbench", lambda *_: next(scores))
+    (finding,) = tasks(bench, asked)
+    rates = {row.metric: row for row in finding.rows if row.method == "h2o"}
+    for metric in ("score", "score_minus_full"):
+        assert rates[metric].note == "uninformative: the full cache finds none of these"
+    assert (rates["score"].low, rates["score"].high) == pytest.approx(wilson(0, 12))
+    scores = iter([0.0, 1.0] * 6 + [1.0, 1.0] * 6)  # full, then h2o, prompt by prompt
+    (finding,) = tasks(bench, asked)
+    rates = {row.metric: row for row in finding.rows if row.method == "h2o"}
+    assert rates["score_minus_full"].value == 0.5
+    assert rates["score_minus_full"].note == "better than full beyond the interval"
+    assert rates["score"].note is None
 
 
 def test_a_task_that_fails_leaves_the_next_alone(tmp_path: Path) -> None:
@@ -211,6 +272,19 @@ def test_a_task_that_fails_leaves_the_next_alone(tmp_path: Path) -> None:
         raise RuntimeError("broken")
     rows = rows_of(tasks(bench, settings(tmp_path, names=["hotpotqa", "musique"])))
     assert {row.protocol for row in rows} == {"longbench/musique"}
+
+
+def test_a_file_that_cannot_be_used_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "hotpotqa")
+    write(tmp_path, "qasper", answers=[])
+    words = ["measure=[tasks]", "tasks.names=[hotpotqa,qasper]", f"tasks.path={tmp_path}", "tasks.longest=100"]
+    assert main([*words, f"results_dir={tmp_path / 'results'}"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "kvbench: sample 0 of qasper lacks answers; a sample has context, question and answers"
+    ]
+    assert not (tmp_path / "results").exists()
 
 
 def test_unusable_settings_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

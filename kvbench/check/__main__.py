@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.__main__ import check_override
-from kvbench.config import entry_overrides, method_config
+from kvbench.config import MethodConfig, entry_overrides, method_config
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
 from kvbench.messages import names, one_line
 from kvbench.shape import mla_layout
 from kvbench.sweep.plan import node_of
 
 if TYPE_CHECKING:
-    from kvbench.cache.build import Method
     from kvbench.check.identities import Subject, Trial, Verdict
     from kvbench.model import LoadedModel
 
@@ -142,11 +142,11 @@ def subject_of(overrides: list[str]) -> Subject:
     from kvbench.check.identities import Subject
     from kvbench.run import instantiate
 
-    def make(budget: int | None) -> Method:
-        changed = [] if budget is None else [f"budget={budget}"]
-        return instantiate(method_config(compose("config", [*overrides, *changed])))
+    @cache  # a config takes longer to compose than some identities to check
+    def composed(budget: int | None) -> MethodConfig:
+        return method_config(compose("config", [*overrides, *([] if budget is None else [f"budget={budget}"])]))
 
-    return Subject(method_config(compose("config", overrides)).label, make)
+    return Subject(composed(None).label, lambda budget: instantiate(composed(budget)))
 
 
 def calibrated(subject: Subject, loaded: LoadedModel) -> Subject:

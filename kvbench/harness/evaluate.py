@@ -19,8 +19,9 @@ from kvbench.data import Text
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.harness.adapter import Counts, KVBenchLM
 from kvbench.harness.settings import Asked
+from kvbench.measure.asked import BETTER
 from kvbench.measure.bench import Entry, failure
-from kvbench.measure.statistics import bounds, mean_interval, units_of, wilson
+from kvbench.measure.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
 from kvbench.model import load_model, model_spec
 from kvbench.progress import Progress
 from kvbench.report.published import print_published, published_of
@@ -144,9 +145,18 @@ def rows_of(base: Row, found: dict[str, Any], full: dict[tuple[str, str], list[f
             if is_baseline:
                 full[task, name] = known
             elif len(full.get((task, name), [])) == len(known):
-                units = units_of(np.subtract(known, full[task, name])[:, None])
-                yield replace(here, metric=f"{metric}_minus_full", value=units.mean,
-                              **bounds(mean_interval(units, base.seed or 0)))  # fmt: skip
+                higher = found.get("higher_is_better", {}).get(task, {}).get(name.partition(",")[0])
+                yield _minus_full(replace(here, metric=f"{metric}_minus_full"), known, full[task, name], higher)
+
+
+def _minus_full(base: Row, known: list[float], full: list[float], higher_is_better: bool | None) -> Row:
+    """The mean of paired differences, which says so where it is better beyond its interval."""
+    units = units_of(np.subtract(known, full)[:, None])
+    within = all(0 <= value <= 1 for value in (*known, *full))
+    found = bounded_interval(units, -1.0, 1.0, base.seed or 0) if within else mean_interval(units, base.seed or 0)
+    better = found is not None and (found[0] > 0 if higher_is_better else found[1] < 0)
+    notes = [BETTER if better and higher_is_better is not None else None, base.note]
+    return replace(base, value=units.mean, note="; ".join(filter(None, notes)) or None, **bounds(found))
 
 
 def _interval(values: list[float], value: float, error: Any) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """What measures that ask questions have in common: answers, and the rows that go with any of them."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvbench.measure.statistics import bounds, mean_interval, units_of
+from kvbench.measure.statistics import bounded_interval, bounds, units_of
 from kvbench.rows import Row
 
 
@@ -25,10 +25,28 @@ Answers = dict[tuple[str, str], dict[int, Answer]]
 """By method and by when the question came; then by the number of the prompt."""
 
 
-def mean_over(samples: Iterable[float], seed: int) -> dict[str, Any]:
-    """The mean of independent samples and its bootstrap interval, as the columns of a row."""
-    units = units_of(np.array(list(samples), dtype=np.float64)[:, None])
-    return {"value": units.mean, **bounds(mean_interval(units, seed))}
+BETTER = "better than full beyond the interval"
+BLIND = "uninformative: the full cache finds none of these"
+
+
+def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[str, Any]:
+    """The mean of independent scores from `lowest` to 1 and its interval, as the columns of a row."""
+    units = units_of(np.array(list(scores), dtype=np.float64)[:, None])
+    return {"value": units.mean, **bounds(bounded_interval(units, lowest, 1.0, seed))}
+
+
+def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: int) -> Row:
+    """The mean of the paired differences to the full cache's scores, which says so where it lies above zero."""
+    found = mean_over([a - b for a, b in zip(mine, full, strict=True)], seed, lowest=-1.0)
+    notes = [BETTER if found["low"] > 0 else None, base.note]
+    return replace(base, unit="share", note="; ".join(filter(None, notes)) or None, **found)
+
+
+def spoken(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """An answer in words: what stands before its natural end, without special tokens."""
+    stop = next((t for t, token in enumerate(tokens) if token in ends), None)
+    text: str = tokenizer.decode(tokens[:stop], skip_special_tokens=True)
+    return text
 
 
 class FromCache(Protocol):

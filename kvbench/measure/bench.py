@@ -14,6 +14,8 @@ from kvbench.cache.build import Method
 from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.rule import EMPTY
 from kvbench.kept import Kept
+from kvbench.measure.prompts import Prompt
+from kvbench.measure.task_sets import Sample
 from kvbench.model import LoadedModel, ModelSpec
 from kvbench.progress import Progress
 from kvbench.rows import Row
@@ -78,6 +80,7 @@ class Bench:
     held, where `save_kept`. `kernel` is what build_cache is asked for.
     spec: how a process of its own can load the model; None: it cannot.
     ways: label of methods whose prefill was not the one of all, and how it was: see `kvbench.measure.prefills`.
+    prompts: needle's by length, samples: those of tasks by name, where they were made and checked before.
     """
 
     loaded: LoadedModel
@@ -90,6 +93,8 @@ class Bench:
     seed: int = 0
     spec: ModelSpec | None = None
     bos: int | None = None
+    prompts: dict[int, list[Prompt]] = field(default_factory=dict)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
     failures: list[tuple[str, Row]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
@@ -104,10 +109,6 @@ class Bench:
         that the same tokens are scored with and without it."""
         ids = self.tokens[start : start + length]
         return ids if self.bos is None else torch.cat([ids.new_tensor([self.bos]), ids[1:]])
-
-    def begun(self, prompt: list[int], template: str) -> list[int]:
-        """A prompt of words behind BOS, where there is one; a chat template brings its own."""
-        return [self.bos, *prompt] if self.bos is not None and template == "base" else prompt
 
     def note_kept(self, entry: Entry, cache: AnyCache, samples: Iterable[int], measure: str, **where: Any) -> None:
         """Where kept tokens are saved, note those of a method that leaves some out; `samples` number the cache's rows.

@@ -19,7 +19,7 @@ from kvbench.measure.asked import engagement
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.prefills import each_cache
-from kvbench.measure.statistics import Units, bounds, mean_interval, wilson
+from kvbench.measure.statistics import Units, bounded_interval, bounds, mean_interval, wilson
 from kvbench.model import end_tokens
 from kvbench.rows import Row
 from kvbench.settings import Fidelity
@@ -61,8 +61,8 @@ def _answer(bench: Bench, settings: Fidelity, context: int, offsets: list[int], 
     ids = torch.stack([bench.window(o, context) for o in offsets]).to(bench.loaded.device)
 
     def answer(entry: Entry, cache: AnyCache) -> None:
-        # With several ends the loop does not know when to stop: what follows the first is cut off below.
-        said = generate(model, None, cache, settings.tokens, ends[0] if len(ends) == 1 else None).tolist()
+        # Past the natural end too: how long a cache runs must not depend on what it shares a batch with.
+        said = generate(model, None, cache, settings.tokens).tolist()
         for i, tokens in enumerate(said):
             stop = next((t + 1 for t, token in enumerate(tokens) if token in ends), None)
             answers[entry.label][first + i] = Answer(
@@ -92,7 +92,7 @@ def _rows(bench: Bench, entry: Entry, settings: Fidelity, context: int,
         left = sum(step is not None for step in steps)
         yield replace(base, metric="divergence_step", value=units.mean, unit="tokens",
                       note=f"tokens before the first that differs, cut off at {settings.tokens}",
-                      **bounds(mean_interval(units, bench.seed)))  # fmt: skip
+                      **bounds(bounded_interval(units, 0.0, settings.tokens, bench.seed)))  # fmt: skip
         yield replace(base, metric="diverged_share", value=left / len(steps), unit="share",
                       **bounds(wilson(left, len(steps))))  # fmt: skip
         ended = [(len(a.tokens), len(b.tokens)) for a, b in pairs if a.ended and b.ended]

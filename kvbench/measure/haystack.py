@@ -48,11 +48,15 @@ class Draft:
 
 @dataclass(frozen=True)
 class Task:
-    """A retrieval task. draft: the prompt of a random state. grid: whether its needle goes to each asked-for depth."""
+    """A retrieval task. draft: the prompt of a random state. grid: whether its needle goes to each asked-for depth.
+
+    answer_tokens: what RULER lets a model say, 128 where it names nothing else.
+    """
 
     name: str
     draft: Callable[[random.Random, "Words"], Draft]
     grid: bool = False
+    answer_tokens: int = 128
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,11 @@ def variable_tracking(draw: random.Random, words: Words, hops: int = 4) -> Draft
 def common_words(draw: random.Random, words: Words, wanted: int = 10) -> Draft:
     """RULER's `cwe`: of a numbered list of words those that appear most often.
 
-    Ten words thirty times each among others three times; below 4,096 tokens six times and once.
+    Ten words thirty times each among others three times; below 4,096 tokens six times and once. Before it a solved
+    example of 40 words, ten times and three times; of 20, three times and once.
     """
-    often, seldom = (30, 3) if words.length >= 4096 else (6, 1)
+    long = words.length >= 4096
+    often, seldom = (30, 3) if long else (6, 1)
     pool = draw.sample(list(words.pool), len(words.pool))
     common, others = pool[:wanted], pool[wanted:]
 
@@ -162,8 +168,8 @@ def common_words(draw: random.Random, words: Words, wanted: int = 10) -> Draft:
 
     seed, question = draw.random(), f"\nQuestion: Which {wanted} words appear most often in the list above?"
     lead = f" Answer: The {wanted} words that appear most often are:"
-    shown = draw.sample(pool, 2 * wanted)
-    example = numbered([*(shown[:wanted] * 3), *shown[wanted:]], seed)
+    shown = draw.sample(pool, (4 if long else 2) * wanted)
+    example = numbered([*(shown[:wanted] * (10 if long else 3)), *(shown[wanted:] * seldom)], seed)
     opening = "Below is a numbered list of words. Some of them appear more often than others. Remember those.\n"
     solved = f"{opening}{example}{question}{lead} {numbered(shown[:wanted])}\n\n"
     return Draft(solved + opening, [], items, question, lead, common)
@@ -180,7 +186,7 @@ def numbered(words: Sequence[str], seed: float | None = None) -> str:
 TASKS = {
     task.name: task
     for task in (
-        Task("single_number", single_number, grid=True),
+        Task("single_number", single_number, grid=True, answer_tokens=12),
         Task("niah_single_1", niah(haystack="noise"), grid=True),
         Task("niah_single_2", niah(), grid=True),
         Task("niah_single_3", niah(kind="uuid"), grid=True),
@@ -189,8 +195,8 @@ TASKS = {
         Task("niah_multikey_3", niah(kind="uuid", key_kind="uuid", haystack="needles")),
         Task("niah_multivalue", niah(values=4)),
         Task("niah_multiquery", niah(keys=4, queries=4)),
-        Task("vt", variable_tracking),
-        Task("cwe", common_words),
+        Task("vt", variable_tracking, answer_tokens=30),
+        Task("cwe", common_words, answer_tokens=120),
     )
 }
 

@@ -13,13 +13,14 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.decode import generate
-from kvbench.measure.asked import Answer, Answers, engagement, mean_over
+from kvbench.measure.asked import BLIND, Answer, Answers, above_full, engagement, mean_over, spoken
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.haystack import is_hit, recall
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.prefills import each_cache
 from kvbench.measure.prompts import Prompt, make_prompts, template_of
 from kvbench.measure.statistics import bounds, wilson
+from kvbench.model import end_tokens
 from kvbench.rows import Row
 from kvbench.settings import Needle
 
@@ -28,8 +29,9 @@ def needle(bench: Bench, settings: Needle) -> Iterator[Finding]:
     """One finding a length, with rows a method, task and time of the question: hits and hit_rate at each depth and
     over all, hit_rate_minus_full, engaged, kept_tokens."""
     for length in settings.lengths:
-        prompts = make_prompts(bench.loaded.tokenizer, bench.tokens, bench.seed, settings, length)
-        prompts = [replace(prompt, ids=bench.begun(prompt.ids, settings.template)) for prompt in prompts]
+        prompts = bench.prompts.get(length) or make_prompts(
+            bench.loaded.tokenizer, bench.tokens, bench.seed, settings, length, bench.bos
+        )
         answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
         work = len(prompts) * len(bench.entries) * len(settings.question)
         with bench.progress.phase(f"needle {length}", work) as advance:
@@ -64,11 +66,14 @@ def _ask(bench: Bench, when: str, length: int, prompts: list[Prompt], indices: l
     asked = question if when == "after" else None
     fed = 0 if asked is None else question.shape[1]
 
+    ends = end_tokens(bench.loaded)
+
     def answer(entry: Entry, cache: AnyCache) -> None:
         engaged = cache.has_compressed
+        # Past the natural end too: what a cache holds afterwards must not depend on what it shares a batch with.
         tokens = generate(model, asked, cache, prompts[0].answer_tokens)
         for i, prompt, row in zip(indices, prompts, tokens.tolist(), strict=True):
-            text = bench.loaded.tokenizer.decode(row)
+            text = spoken(bench.loaded.tokenizer, row, ends)
             answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
         bench.note_kept(entry, cache, indices, "needle", context=length, question=when)
 
@@ -94,19 +99,17 @@ def _rows(bench: Bench, entry: Entry, settings: Needle, when: str, task: str, le
     groups = [(depth, [i for i in of_task if prompts[i].depth == depth]) for depth in depths]
     for depth, cell in [*groups, (None, of_task)]:
         scores, n = [mine[i].score for i in cell], len(cell)
-        blind = all(i in full for i in cell) and not any(full[i].score for i in cell)
+        paired = all(i in full for i in cell)
+        blind = paired and not any(full[i].score for i in cell)
         notes = [note for note in (blind and BLIND, said) if note]
         here = replace(base, depth=depth, n=n, note="; ".join(notes) or None)
-        differences = [mine[i].score - full[i].score for i in cell if i in full]
         yield replace(here, metric="hit_rate", unit="share", **_rate(scores, bench.seed))
         yield replace(here, metric="hits", value=sum(scores), unit="hits")
-        if len(differences) == n and not entry.is_baseline:
-            yield replace(here, metric="hit_rate_minus_full", unit="share", **mean_over(differences, bench.seed))
+        if paired and not entry.is_baseline:
+            theirs = [full[i].score for i in cell]
+            yield above_full(replace(here, metric="hit_rate_minus_full"), scores, theirs, bench.seed)
     of_all = replace(base, n=len(of_task), note=said)
     yield from engagement(of_all, [mine[i] for i in of_task])
-
-
-BLIND = "uninformative: the full cache finds none of these"
 
 
 def _rate(scores: list[float], seed: int) -> dict[str, Any]:

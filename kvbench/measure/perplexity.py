@@ -188,6 +188,8 @@ def _mean_rows(base: Row, metric: str, values: Tensor, seed: int) -> Iterator[Ro
     """The mean of values [W, T] with its interval, and what goes with it: ppl, or the samples that got worse."""
     units = units_of(values.numpy())
     mean, interval = units.mean, mean_interval(units, seed)
+    if UNITS[metric] == "share" and mean in (0, 1):  # nothing to draw, and no certainty
+        interval = wilson(round(mean * values.numel()), values.numel())
     here = replace(base, note=f"{base.note}; {units.text}")
     if metric == "nll":
         yield replace(here, metric="ppl", value=exp(mean), unit="", **bounds(interval, exp))

@@ -13,9 +13,6 @@ from kvbench.errors import UserError
 from kvbench.measure.haystack import NOISE, TASKS, Draft, Task, Words
 from kvbench.settings import Needle
 
-ANSWER_TOKENS = 12
-"""Of `single_number`: a space, five digits one token each, and what shows that the number ended there."""
-
 VOCABULARY_TOKENS = 100_000
 """Tokens of the text whose words are used where a task wants words."""
 
@@ -62,21 +59,26 @@ def template_of(tokenizer: Any, kind: str) -> Template:
     return Template(before, after, hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest())
 
 
-def check_prompts(tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, max_positions: int | None) -> None:
-    """Raise UserError, before anything runs, for a prompt that cannot be made or does not fit the model's positions."""
+def check_prompts(tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, max_positions: int | None,
+                  bos: int | None = None) -> dict[int, list[Prompt]]:  # fmt: skip
+    """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions."""
+    made = {}
     for length in settings.lengths:
-        prompts = make_prompts(tokenizer, tokens, seed, settings, length)
+        made[length] = prompts = make_prompts(tokenizer, tokens, seed, settings, length, bos)
         needed = length + max(len(prompt.question) + prompt.answer_tokens for prompt in prompts)
         if max_positions is not None and needed > max_positions:
             raise UserError(
                 f"needle.lengths={length} needs {needed} positions with question and answer, and the model has "
                 f"{max_positions}; type needle.lengths={length - needed + max_positions} or less"
             )
+    return made
 
 
-def make_prompts(tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int) -> list[Prompt]:
-    """All prompts of a length, task by task and depth by depth."""
-    maker = Maker(tokenizer, tokens, seed, settings, length)
+def make_prompts(tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int,
+                 bos: int | None = None) -> list[Prompt]:  # fmt: skip
+    """All prompts of a length, task by task and depth by depth. bos: what they begin with; a chat template brings its
+    own."""
+    maker = Maker(tokenizer, tokens, seed, settings, length, bos)
     tasks = [TASKS[name] for name in settings.tasks]
     return [maker.prompt(task, depth, sample) for task in tasks for depth, sample in places(task, settings)]
 
@@ -94,8 +96,10 @@ class Maker:
     Raises UserError where the text or the length is too short, or where what is hidden does not survive the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int) -> None:
+    def __init__(self, tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int,
+                 bos: int | None = None) -> None:  # fmt: skip
         self.tokenizer, self.tokens, self.seed, self.length = tokenizer, tokens, seed, length
+        self.begin = [bos] if bos is not None and settings.template == "base" else []
         self.template = template_of(tokenizer, settings.template)
         wanted = None if settings.values == "task" else settings.values
         self.words = Words(self._vocabulary() if "cwe" in settings.tasks else (), length, wanted)
@@ -104,7 +108,7 @@ class Maker:
         place = f"{self.seed}/{self.length}/{depth}/{sample}"
         draw = random.Random(place if task.name == "single_number" else f"{place}/{task.name}/{self.words.values}")
         draft = task.draft(draw, self.words)
-        head = self.encode(self.template.before + draft.opening)
+        head = self.begin + self.encode(self.template.before + draft.opening)
         room = self.length - len(head)
         if callable(draft.haystack):
             body = self._of_items(draft, draft.haystack, room)
@@ -113,7 +117,8 @@ class Maker:
         ids = head + body
         self._check_whole(draft, ids)
         question = self.encode(draft.question + self.template.after + draft.lead)
-        answer = ANSWER_TOKENS if draft.first_number else 2 * len(self.encode(", ".join(draft.references))) + 8
+        # As many as RULER, and never fewer than all references take.
+        answer = max(task.answer_tokens, len(self.encode(", ".join(draft.references))))
         return Prompt(task, self.length, depth, sample, ids, question, draft, answer)
 
     def encode(self, text: str) -> list[int]:
@@ -164,7 +169,8 @@ class Maker:
 
     def _check_whole(self, draft: Draft, ids: list[int]) -> None:
         text = self.tokenizer.decode(ids)
-        broken = [needle for needle in draft.needles if needle.strip() not in text]
+        hidden = [needle.strip() for needle in draft.needles] or draft.references
+        broken = [needle for needle in hidden if needle not in text]
         if broken or len(ids) != self.length:
             came = self.tokenizer.decode(self.encode(broken[0])) if broken else text[:40]
             raise UserError(f"this tokenizer breaks the needle ('{' '.join(came.split())}' came back); "

@@ -75,6 +75,19 @@ def mean_interval(units: Units, seed: int) -> Interval | None:
     return _bootstrap((units.sums, units.counts), _ratio, seed, "BCa")
 
 
+def bounded_interval(units: Units, lowest: float, highest: float, seed: int) -> Interval:
+    """As `mean_interval`, of values between `lowest` and `highest`.
+
+    Where all units came out alike there is nothing to draw, and no certainty either: Wilson's bound tells what share of
+    further ones may still differ, and they by as much as they can. For hits and misses that is Wilson's interval.
+    """
+    found = None if np.ptp(units.means) == 0 else mean_interval(units, seed)
+    if found is not None:
+        return found
+    share = wilson(0, len(units.sums))[1]
+    return units.mean - share * (units.mean - lowest), units.mean + share * (highest - units.mean)
+
+
 def _ratio(sums: Array, counts: Array, axis: int = -1) -> Array:
     ratio: Array = sums.sum(axis) / counts.sum(axis)
     return ratio

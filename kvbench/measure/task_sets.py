@@ -14,7 +14,7 @@ from typing import Any
 from kvbench.data import one_line_errors
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
-from kvbench.measure.answers import LONGBENCH, longbench, ruler
+from kvbench.measure.answers import ANSWER_TOKENS, LONGBENCH, longbench, ruler
 from kvbench.settings import Tasks
 
 RULER = ("cwe", "fwe", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multiquery", "niah_multivalue",
@@ -23,7 +23,6 @@ HUB = {"longbench": "Xnhyacinth/LongBench", "ruler": "simonjegou/ruler"}
 NAMES = {"longbench": tuple(LONGBENCH), "ruler": RULER}
 SCORES = {"longbench": longbench, "ruler": ruler}
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-COLUMNS = ("context", "question")
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,9 @@ class Sample:
     classes: list[str]
 
 
-def check_tasks(settings: Tasks, max_positions: int | None) -> None:
-    """Raise UserError for names that the set does not have, files that are not there, prompts beyond the model."""
-    if max_positions is not None and settings.longest >= max_positions:
-        raise UserError(f"tasks.longest={settings.longest} leaves no room for an answer in {max_positions} positions; "
-                        f"type tasks.longest={max(1, max_positions - 512)} or less")  # fmt: skip
+def check_tasks(settings: Tasks, max_positions: int | None) -> dict[str, list[Sample]]:
+    """The samples of every task. Raises UserError for names that the set does not have, files that are not there or
+    hold something else, prompts and answers beyond the model."""
     for name in settings.names:
         if name not in NAMES[settings.set]:
             known = ", ".join(NAMES[settings.set])
@@ -54,15 +51,25 @@ def check_tasks(settings: Tasks, max_positions: int | None) -> None:
             f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
             f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files (HF_HUB_OFFLINE=1 if it was loaded before)"
         )
+    found = {name: load_samples(settings, name) for name in settings.names}
+    answer = max(sample.answer_tokens for samples in found.values() for sample in samples)
+    if max_positions is not None and settings.longest + answer > max_positions:
+        raise UserError(
+            f"tasks.longest={settings.longest} and answers of {answer} tokens do not fit the model's {max_positions} "
+            f"positions; type tasks.longest={max(1, max_positions - answer)} or less"
+        )
+    return found
 
 
 def load_samples(settings: Tasks, name: str) -> list[Sample]:
     """The first `tasks.samples` samples of a task. Raises UserError where they cannot be had."""
+    if settings.path is not None and not local_file(settings, name).read_bytes().strip():
+        raise UserError(f"{local_file(settings, name)} holds no samples")
     with one_line_errors(f"{name} of {settings.set}"):
         rows = list(_rows(settings, name))
     if not rows:
         raise UserError(f"{name} of {settings.set} holds no samples")
-    return [_sample(row, name) for row in rows]
+    return [_sample(row, name, i, settings.set) for i, row in enumerate(rows)]
 
 
 def _rows(settings: Tasks, name: str) -> Iterator[dict[str, Any]]:
@@ -100,13 +107,19 @@ def files_fingerprint(settings: Tasks) -> str:
     return hashlib.sha256("".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files).encode()).hexdigest()
 
 
-def _sample(row: dict[str, Any], name: str) -> Sample:
-    missing = [column for column in COLUMNS if not isinstance(row.get(column), str)]
+def _sample(row: dict[str, Any], name: str, i: int, of: str) -> Sample:
+    missing = [column for column in ("context", "question") if not isinstance(row.get(column), str)]
     references = row.get("answers") or row.get("answer")
     if missing or not references:
-        raise UserError(f"a sample of {name} lacks {missing[0] if missing else 'answers'}; a sample has context, "
+        raise UserError(f"sample {i} of {name} lacks {missing[0] if missing else 'answers'}; a sample has context, "
                         "question and answers")  # fmt: skip
+    if not row["context"].strip():
+        raise UserError(f"sample {i} of {name} has an empty context; leave it out")
     listed = [references] if isinstance(references, str) else [str(reference) for reference in references]
-    tokens = int(row.get("max_new_tokens") or 64)
+    tokens = row.get("max_new_tokens") or 64
+    if isinstance(tokens, bool) or tokens != tokens or not isinstance(tokens, int | float) or not 1 <= tokens < 2**20:
+        raise UserError(f"sample {i} of {name}: max_new_tokens={tokens} is not a whole number of at least 1")
+    if of == "longbench":
+        tokens = min(int(tokens), ANSWER_TOKENS[name]) if row.get("max_new_tokens") else ANSWER_TOKENS[name]
     classes = [str(label) for label in row.get("all_classes") or []]
-    return Sample(row["context"], row["question"], row.get("answer_prefix") or "", listed, tokens, classes)
+    return Sample(row["context"], row["question"], row.get("answer_prefix") or "", listed, int(tokens), classes)

@@ -14,7 +14,7 @@ import torch
 from kvbench.cache.caches import AnyCache
 from kvbench.decode import generate
 from kvbench.measure.answers import WITHOUT_CHAT
-from kvbench.measure.asked import Answer, Answers, engagement, mean_over
+from kvbench.measure.asked import BLIND, Answer, Answers, above_full, engagement, mean_over, spoken
 from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.prefills import each_cache
@@ -28,12 +28,12 @@ from kvbench.settings import Tasks
 def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
     """One finding a task: rows score, score_minus_full, engaged, kept_tokens a method and time of the question."""
     for name in settings.names:
-        samples = load_samples(settings, name)
+        samples = bench.samples.get(name) or load_samples(settings, name)
         kind = "base" if name in WITHOUT_CHAT else settings.template
         template = template_of(bench.loaded.tokenizer, kind)
         answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
-        encoded = [encode(bench.loaded.tokenizer, sample, settings.longest, template) for sample in samples]
-        prompts = [(bench.begun(context, kind), question) for context, question in encoded]
+        bos = bench.bos if kind == "base" else None  # a chat template brings its own
+        prompts = [encode(bench.loaded.tokenizer, sample, settings.longest, template, bos) for sample in samples]
         work = len(samples) * len(settings.question) * len(bench.entries)
         with bench.progress.phase(f"{settings.set} {name}", work) as advance:
             for when in settings.question:
@@ -52,15 +52,22 @@ def place(settings: Tasks, name: str) -> dict[str, Any]:
     return {"context": settings.longest, "protocol": f"{settings.set}/{name}"}
 
 
-def encode(tokenizer: Any, sample: Sample, longest: int, template: Template) -> tuple[list[int], list[int]]:
-    """Context and question in tokens, `longest` together at most: the middle of the context gives way."""
+def encode(tokenizer: Any, sample: Sample, longest: int, template: Template,
+           bos: int | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Context, behind BOS where there is one, and question in tokens, `longest` together at most.
+
+    What is longer loses its middle as LongBench cuts it: the first and the last half of it all are left, the question
+    being part of the last.
+    """
     head, body, question = (
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in (template.before, sample.context, sample.question + template.after + sample.answer_prefix)
     )
+    head = ([] if bos is None else [bos]) + head
     room = max(2, longest - len(head) - len(question))
     if len(body) > room:
-        body = body[: room // 2] + body[len(body) - room // 2 :]
+        first = min(max(1, longest // 2 - len(head)), room - 1)
+        body = body[:first] + body[len(body) - (room - first) :]
     return head + body, question
 
 
@@ -73,9 +80,8 @@ def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sa
 
     def answer(entry: Entry, cache: AnyCache) -> None:
         engaged = cache.has_compressed
-        said = generate(model, fed, cache, sample.answer_tokens, ends[0] if len(ends) == 1 else None)[0].tolist()
-        stop = next((t for t, token in enumerate(said) if token in ends), None)
-        text = bench.loaded.tokenizer.decode(said[:stop])
+        said = generate(model, fed, cache, sample.answer_tokens, ends)[0].tolist()
+        text = spoken(bench.loaded.tokenizer, said, ends)
         score = SCORES[settings.set](name, text, sample.references, sample.classes)
         answers[entry.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
 
@@ -88,11 +94,13 @@ def _rows(bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, tem
     base = replace(entry.row, measure="tasks", question=when, batch=1, n=len(mine), dataset=settings.set,
                    **place(settings, name),
                    note=template.sha256 and f"chat template {template.sha256[:12]}")  # fmt: skip
-    scores = [answer.score for answer in mine.values()]
+    scores, paired = [answer.score for answer in mine.values()], len(full) == len(mine)
+    if paired and not any(answer.score for answer in full.values()):
+        base = replace(base, note="; ".join(filter(None, (BLIND, base.note))))
     yield replace(base, metric="score", unit="share", **mean_over(scores, bench.seed))
-    if not entry.is_baseline and len(full) == len(mine):
-        differences = [answer.score - full[i].score for i, answer in mine.items()]
-        yield replace(base, metric="score_minus_full", unit="share", **mean_over(differences, bench.seed))
+    if paired and not entry.is_baseline:
+        theirs = [full[i].score for i in mine]
+        yield above_full(replace(base, metric="score_minus_full"), scores, theirs, bench.seed)
     yield from engagement(base, mine.values())
 
 

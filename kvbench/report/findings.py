@@ -95,6 +95,9 @@ def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Itera
     for row in rows:
         if row.metric == "nll_minus_full" and row.high is not None and row.high < 0 and row.status == "ok":
             yield Finding("better than full", f"{_where(row, names)}: NLL below the full cache's, {doubt}")
+        elif (row.note or "").startswith("better than full") and row.measure in ("tasks", "harness"):
+            what = f"{row.protocol if row.measure == 'tasks' else row.dataset}"
+            yield Finding("better than full", f"{_where(row, names)}: {what} scores above the full cache, {doubt}")
     lines = lines_of(rows, "needle", by_context=False)
     for line in lines:
         base = baseline_of(line, lines, by_context=False)
@@ -121,6 +124,10 @@ def _uninformative(rows: Sequence[Row]) -> Iterable[Finding]:
             place = f"needle at length {context}, " + ("all depths" if depth is None else f"depth {depth:g}")
             text = f"the full cache itself finds {cells[context, depth]}, which says little about compression"
             yield Finding("uninformative", f"{place}: {text}")
+    for row in rows:
+        if row.measure in ("tasks", "harness") and is_baseline(row) and (row.note or "").startswith("uninformative"):
+            task = row.protocol if row.measure == "tasks" else row.dataset
+            yield Finding("uninformative", f"{task}: the full cache itself scores 0, which says nothing of compression")
 
 
 def _unsteady(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:

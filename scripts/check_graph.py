@@ -14,21 +14,26 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
+from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
-from kvbench.cache.caches import KVCache
+from kvbench.cache.caches import KVCache, Layer
 from kvbench.cache.captured import DecodeStep
-from kvbench.cache.layer import SlotLayer
+from kvbench.cache.paged import PagedStore
+from kvbench.cache.rotary import key_rotations
 from kvbench.cache.store import DenseStore, Store
 from kvbench.decode import step
 from kvbench.graph import WARM_UP, CudaGraph, GraphDecoder
-from kvbench.kernels.parts import Dense
+from kvbench.kernels.parts import Dense, Packed
+from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.knorm import KNorm
+from kvbench.methods.lowrank import LowRank
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.pyramid import Pyramid
 from kvbench.methods.random import Random
@@ -48,43 +53,83 @@ MOST_CODES = 1e-3
 """Share of bytes of codes that may differ."""
 
 
-FEW = ("full", "kivi4", "h2o+int4", "streaming_llm", "streaming_llm+rot4")
+FEW = ("full", "kivi4", "h2o+int4", "streaming_llm", "streaming_llm+rot4", "lowrank+int4", "adakv",
+       "MLA absorbed, h2o+int8")  # fmt: skip
 """What --tiny goes through: every kind of counter once."""
+
+Case = tuple[str, PreTrainedModel, Method]
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Names, models and methods; a model is made when its first method's turn comes."""
+    llama = tiny_model(device)
+    for name, method in methods():
+        yield name, llama, method
+    rotations = key_rotations(llama, 2)
+    bases = bases_of(llama, random_ids(4, 256, device), rotations)
+    for name, rule, bits in (("lowrank", Full(), None), ("lowrank+int4", H2O(BUDGET), 4)):
+        yield name, llama, Method(name, rule, LowRank(k_bits=bits, v_bits=bits).calibrated(bases, rotations))
+    for layout in ("absorbed", "latent"):
+        mla = tiny_model(device, MLA, layout)
+        for name, store in (("full", DenseStore()), ("h2o+int8", PerToken(8, 8))):
+            rule = Full() if name == "full" else H2O(BUDGET)
+            yield f"MLA {layout}, {name}", mla, Method(name, rule, store)
+    yield "hybrid, h2o", tiny_model(device, HYBRID), Method("h2o", H2O(BUDGET), DenseStore())
 
 
 def methods() -> Iterator[tuple[str, Method]]:
+    """Those of a Llama."""
     dense, kivi4, int4 = DenseStore(), Kivi(4, 4, 32, R), PerToken(4, 4)
     chosen: dict[str, tuple[object, Store]] = {
         "full": (Full(), dense), "full+bf16": (Full(), DenseStore("bfloat16")), "kivi4": (Full(), kivi4),
-        "kivi2": (Full(), Kivi(2, 2, 32, R)), "int8": (Full(), PerToken(8, 8)), "h2o": (H2O(BUDGET), dense),
+        "kivi2": (Full(), Kivi(2, 2, 32, R)), "kivi, keys per token": (Full(), Kivi(4, 4, 32, R, k_axis="token")),
+        "kivi, values per channel": (Full(), Kivi(4, 4, 32, R, v_axis="channel")),
+        "int8": (Full(), PerToken(8, 8)), "h2o": (H2O(BUDGET), dense),
         "h2o filling": (H2O(PROMPT + R), dense), "h2o+int4": (H2O(BUDGET), int4),
         "streaming_llm": (StreamingLLM(BUDGET), dense),
         "streaming_llm+rot4": (StreamingLLM(BUDGET), PerToken(4, 4, rotate=True)),
         "random": (Random(BUDGET), dense), "tova": (Tova(BUDGET), int4), "knorm": (KNorm(BUDGET), dense),
         "snapkv+kivi4": (SnapKV(BUDGET), kivi4), "snapkv, holding": (SnapKV(BUDGET, decode="evict"), dense),
-        "pyramid+kivi4": (Pyramid(BUDGET), kivi4),
+        "pyramid+kivi4": (Pyramid(BUDGET), kivi4), "paged": (Full(), PagedStore()),
+        "paged+int4, h2o": (H2O(BUDGET), PagedStore(int4)),
+        "adakv": (AdaKV(BUDGET, inner=SnapKV(BUDGET, decode="evict")), dense),
+        "adakv, appending": (AdaKV(BUDGET, inner=SnapKV(BUDGET)), int4),
     }  # fmt: skip
     for name, (rule, store) in chosen.items():
         yield name, Method(name, rule, store)
 
 
-def tiny_model(device: torch.device) -> torch.nn.Module:
-    """Two layers, 8 query and 2 KV heads of 64."""
-    settings = {"model_type": "llama", "vocab_size": 256, "hidden_size": 512, "intermediate_size": 512,
-                "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-                "max_position_embeddings": 4096, "initializer_range": 0.1}  # fmt: skip
-    return load_model(model_spec({"random": settings, "dtype": "float32", "device": str(device)})).model
+COMMON = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2,
+          "num_attention_heads": 8, "max_position_embeddings": 4096, "initializer_range": 0.1}  # fmt: skip
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 64}
+HYBRID = {"model_type": "lfm2", "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+MLA = {"model_type": "deepseek_v3", "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": None,
+       "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "first_k_dense_replace": 2}  # fmt: skip
 
 
-def held(layer: SlotLayer) -> Iterator[Tensor]:
-    for part in (*layer.slots.key_parts(), *layer.slots.value_parts()):
-        yield from [part.rows] if isinstance(part, Dense) else [part.codes, part.scale, part.minimum]
+def tiny_model(device: torch.device, own: dict[str, object] = LLAMA, layout: str | None = None) -> PreTrainedModel:
+    """Two layers with random weights."""
+    settings = {"random": {**COMMON, **own}, "dtype": "float32", "device": str(device)}
+    return load_model(model_spec(settings | ({} if layout is None else {"mla": layout}))).model
+
+
+def random_ids(batch: int, tokens: int, device: torch.device) -> Tensor:
+    return torch.randint(256, (batch, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def held(layer: Layer) -> Iterator[Tensor]:
+    """Rows or codes of a layer, where they lie in slots of its own."""
+    slots = getattr(layer, "slots", None)
+    slots = getattr(slots, "codes", slots)  # what keys are made of
+    for part in [] if slots is None else [*slots.key_parts(), *slots.value_parts()]:
+        if isinstance(part, Dense | Packed):
+            yield from [part.rows] if isinstance(part, Dense) else [part.codes, part.scale, part.minimum]
 
 
 def differences(eager: KVCache, captured: KVCache) -> Iterator[str]:
     """What the two caches do not have in common."""
-    for a, b in zip(eager.layers, captured.layers, strict=True):
-        if [a.kept, a.seen, a.evicted, a.slots.length] != [b.kept, b.seen, b.evicted, b.slots.length]:
+    for a, b in zip(eager.attention_layers, captured.attention_layers, strict=True):
+        if [a.kept, a.seen, a.evicted] != [b.kept, b.seen, b.evicted]:
             yield f"layer {a.index}: counters"
         if not torch.equal(a.kept_positions(), b.kept_positions()):
             yield f"layer {a.index}: kept tokens"
@@ -95,7 +140,7 @@ def differences(eager: KVCache, captured: KVCache) -> Iterator[str]:
                 yield f"layer {a.index}: codes"
 
 
-def check(model: torch.nn.Module, method: Method, ids: Tensor, record: Callable[..., Callable[[], object]]) -> str:
+def check(model: PreTrainedModel, method: Method, ids: Tensor, record: Callable[..., Callable[[], object]]) -> str:
     """What is wrong, in words; empty where nothing is."""
     prompt, steps = prefill(model, ids[:, :PROMPT], [method.rule]), WARM_UP + 1 + 3 * R + 1
     eager, captured = (build_cache(model, method, prompt, max_new_tokens=steps) for _ in range(2))
@@ -119,16 +164,15 @@ def main() -> int:
     device = device_of(arguments)
     if device.type == "cpu":
         os.environ["KVBENCH_KERNEL"] = "reference"  # the compiled kernel has no captured form
-    model = tiny_model(device)
-    ids = torch.randint(256, (BATCH, PROMPT + 4 * R), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = random_ids(BATCH, PROMPT + 4 * R, device)
     record = CudaGraph if device.type == "cuda" else lambda work, warm_up: work
     print(f"{device_name(device)}, torch {torch.__version__}\n", flush=True)
     rows: list[dict[str, object]] = []
-    for name, method in methods():
+    for name, model, method in cases(device):
         if arguments.only in name and (name in FEW or not arguments.tiny):
             wrong = check(model, method, ids, record)
             rows.append({"method": name, "wrong": wrong})
-            print(f"{name:<22} {wrong or 'the same'}", flush=True)
+            print(f"{name:<26} {wrong or 'the same'}", flush=True)
             save(rows, arguments.out, device=device_name(device))
     failed = sum(bool(row["wrong"]) for row in rows)
     print(f"\n{failed} methods differ" if failed else "\nreplayed steps are the eager ones")

@@ -77,7 +77,7 @@ if [ "$status" -ne 0 ] && ! { [ "$status" -eq 124 ] && ! grep -q 'too large' "$f
     say "THE TRITON KERNELS DID NOT PASS: everything below runs on the reference kernel"
     export KVBENCH_KERNEL=reference
 fi
-stage check_graph 80 "$python" scripts/check_graph.py "${device[@]}" --out "$folder/check_graph.json"
+stage check_graph 90 "$python" scripts/check_graph.py "${device[@]}" --out "$folder/check_graph.json"
 stage kernels 120 "$python" scripts/gpu_kernels.py "${device[@]}" --out "$folder/kernels.json"
 stage decode 160 "$python" scripts/gpu_decode.py "${device[@]}" --seconds 110 --out "$folder/decode.json"
 

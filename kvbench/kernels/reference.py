@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Dense, Paged, Part, Split, is_packed, read_all, total_length
+from kvbench.kernels.parts import Dense, Paged, Part, Split, read_all, total_length
 from kvbench.kernels.prefill import Scoring, softmax_with_sinks
 
 NAME = "reference"
@@ -71,27 +71,33 @@ def attend(
 def in_slot_order(
     keys: Sequence[Part], values: Sequence[Part], lengths: Tensor, dtype: torch.dtype
 ) -> tuple[list[Part], list[Part], Tensor]:
-    """Whole buffers of which `lengths` says what is filled, as one part each: slot i in row i, zeros where unfilled.
+    """Whole buffers of which `lengths` says what is filled, as one part each: slot i in row i.
 
-    The third result is bool [B, Hkv, S], true where a slot is filled. Nothing here waits for the device.
+    Values that are not filled are zeros. The third result is bool [B, Hkv, S], true where a slot is filled. Nothing
+    here waits for the device.
     """
-    slots = total_length(keys)
-    slot = torch.arange(slots, device=lengths.device)
-    packed_keys, packed_values, in_all = (lengths[..., i, None].long() for i in range(3))
-    filled = slot < in_all
-    sides: list[list[Part]] = []
-    for parts, packed in ((keys, packed_keys), (values, packed_values)):
-        capacity = sum(part.length for part in parts if is_packed(part))
-        dense = max(1, total_length(parts) - capacity)
-        is_ring = isinstance(parts[-1], Dense) and parts[-1].is_ring
-        row = slot % dense if is_ring else (slot - packed).clamp(0, dense - 1)
-        index = torch.where(slot < packed, slot, capacity + row).clamp(max=total_length(parts) - 1)
-        rows = read_all(parts, dtype)
-        lead = (*rows.shape[:2], slots)
-        taken = rows.gather(2, index.expand(lead).unsqueeze(-1).expand(*lead, rows.shape[-1]))
-        # What was never written may be anything, NaN included.
-        sides.append([Dense(taken.masked_fill(~filled.unsqueeze(-1), 0.0))])
-    return sides[0], sides[1], filled.expand(lead)
+    slot = torch.arange(total_length(keys), device=lengths.device)
+    filled = slot < lengths[..., 2, None].long()
+    key, value = (_by_slot(parts, slot, lengths[..., i, None].long(), dtype)
+                  for i, parts in enumerate((keys, values)))  # fmt: skip
+    # What was never written may be anything, NaN included: scores are masked, values would spoil the sum.
+    held = Dense(value.read(dtype).masked_fill(~filled.unsqueeze(-1), 0.0))
+    return [key], [held], filled.expand(*held.rows.shape[:2], -1)
+
+
+def _by_slot(parts: Sequence[Part], slot: Tensor, packed: Tensor, dtype: torch.dtype) -> Part:
+    """Whole buffers as one part with the slots [S] in order, where the first `packed`, broadcastable to [B, Hkv, 1],
+    lie in the packed part."""
+    if len(parts) == 1:
+        return parts[0]
+    dense = parts[-1]
+    capacity, size = total_length(parts) - dense.length, max(1, dense.length)
+    is_ring = isinstance(dense, Dense) and dense.is_ring
+    row = slot % size if is_ring else (slot - packed).clamp(0, size - 1)
+    index = torch.where(slot < packed, slot, capacity + row).clamp(max=total_length(parts) - 1)
+    rows = read_all(parts, dtype)
+    lead = (*rows.shape[:2], slot.shape[0])
+    return Dense(rows.gather(2, index.expand(lead).unsqueeze(-1).expand(*lead, rows.shape[-1])))
 
 
 def _fold(query: Tensor, kv_heads: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvbench.rows import Row
 from kvbench.settings import Perplexity, read_settings
 from tests.text import light
 
-PRESETS = ("streaming_sinks", "llama2_wikitext2", "llama2_wikitext2_4096")
+PRESETS = ("streaming_sinks", "streaming_400k", "llama2_wikitext2", "llama2_wikitext2_4096")
 STREAM = Row(model="org/llama", dtype="float16", method="streaming_llm", store="dense", sinks=4, budget=1024,
              measure="perplexity", metric="ppl", protocol="stream", n=65536)  # fmt: skip
 NODE: dict[str, Any] = {
@@ -127,14 +128,33 @@ def test_a_run_and_its_report_show_the_published_numbers(tmp_path: Path, monkeyp
     assert "Beside published numbers" in Path("report/report.html").read_text()
 
 
-def test_the_preset_of_a_harness_task_names_its_methods() -> None:
-    words = ["experiment=kivi_coqa"]
+@pytest.mark.parametrize(("name", "labels"), [
+    ("kivi_coqa", ["full", "kivi2 group=32 residual=128"]),
+    ("kivi_axes", ["full", *(f"kivi2 group=32 k_axis={k} v_axis={v}" for k, v in (
+        ("channel", "token"), ("token", "token"), ("channel", "channel"), ("token", "channel")))]),
+])  # fmt: skip
+def test_the_preset_of_a_harness_task_names_its_methods(name: str, labels: list[str]) -> None:
+    words = [f"experiment={name}"]
     with initialize_config_module("kvbench.conf", version_base="1.3"):
         config = compose("config", words)
         methods = method_configs(config, words)
     found = published_of(config.published)
     assert found is not None and config.harness.tasks == [found.settings["dataset"]]
     assert (config.model.id, config.model.dtype) == (found.settings["model"], found.settings["dtype"])
+    assert [number.label for number in found.numbers] == labels
     for number in found.numbers:
         knobs = {key: value for key, value in number.of.items() if key not in ("method", "store", "metric")}
-        assert any(method.name == number.of["method"] and knobs.items() <= method.columns.items() for method in methods)
+        own = [method.columns | {"knobs": json.dumps(method.others, sort_keys=True)} for method in methods
+               if method.name == number.of["method"]]  # fmt: skip
+        assert sum(knobs.items() <= columns.items() for columns in own) == 1
+
+
+def test_a_number_of_knobs_without_a_column_stands_beside_its_row() -> None:
+    knobs = {"v_axis": "token", "k_axis": "channel"}
+    table = published_table(
+        published(numbers=[{"method": "kivi2", "metric": "em", "knobs": knobs, "value": 0.6353}]),
+        [Row(method="kivi2", metric="em", value=v, knobs=json.dumps(knobs | changed, sort_keys=True))
+         for v, changed in ((0.6, {}), (0.1, {"v_axis": "channel"}))],
+    )  # fmt: skip
+    assert table is not None
+    assert [record["measured"] for record in table.records] == [0.6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ EXAMPLE = "published={source: ..., settings: {...}, numbers: [{method: h2o, metr
 
 @dataclass(frozen=True)
 class Number:
-    """A published number. of: the columns of the row that is held against it, `metric` among them."""
+    """A published number. of: the columns of the row that is held against it, `metric` among them; `knobs` as JSON."""
 
     value: float
     of: dict[str, Any]
@@ -29,7 +30,8 @@ class Number:
     @property
     def label(self) -> str:
         """`streaming_llm sinks=4`"""
-        knobs = [f"{key}={value}" for key, value in self.of.items() if key not in ("method", "metric", "store")]
+        others = {key: value for key, value in self.of.items() if key not in ("method", "metric", "store", "knobs")}
+        knobs = [f"{key}={value}" for key, value in (others | json.loads(self.of.get("knobs", "{}"))).items()]
         return " ".join([str(self.of.get("method", "")), *knobs]).strip()
 
 
@@ -55,8 +57,14 @@ def published_of(node: Any) -> Published | None:
         if unknown or "metric" not in one or isinstance(one.get("value"), bool | str | None):
             what = f"{unknown[0]} is no column of a row" if unknown else "metric and value (a number) are needed"
             raise UserError(f"published: {dict(one)}: {what}; write {EXAMPLE}")
+    columns = [{key: _column(value) for key, value in one.items() if key != "value"} for one in numbers]
     return Published(str(node.get("source", "")), settings,
-                     [Number(float(one["value"]), {k: v for k, v in one.items() if k != "value"}) for one in numbers])
+                     [Number(float(one["value"]), of) for one, of in zip(numbers, columns, strict=True)])  # fmt: skip
+
+
+def _column(value: Any) -> Any:
+    """A column as a row has it: knobs without a column of their own are JSON there."""
+    return json.dumps(dict(value), sort_keys=True) if isinstance(value, Mapping) else value
 
 
 def print_published(published: Published | None, rows: Sequence[Row]) -> None:

@@ -17,7 +17,7 @@ from kvbench.shape import ModelShape
 
 def check_lengths(settings: dict[str, Any], tokens: int, text: Text, shape: ModelShape, spec: ModelSpec) -> None:
     """Raise UserError for a context longer than the text or than the model's positions, windows that would score a
-    token twice, or a needle without words."""
+    token twice, prompts that would be counted twice, or a needle without words."""
     for name in settings:
         if name in ("needle", "tasks") and spec.random:
             raise UserError(f"{name} needs words and {spec.name} has random weights; type measure='[memory,latency]'")
@@ -29,13 +29,20 @@ def check_lengths(settings: dict[str, Any], tokens: int, text: Text, shape: Mode
             raise UserError(
                 f"{key} needs {needed} positions and {spec.name} has {shape.max_positions}; type a smaller {key}"
             )
-    scored = settings.get("perplexity")
-    most = 1 if scored is None else 1 + (tokens - scored.longest) // scored.tokens
-    if scored is not None and scored.windows > most:
-        raise UserError(
-            f"perplexity.windows={scored.windows} would score some of the {tokens} tokens of data={text.name} twice; "
-            f"type perplexity.windows={most} or fewer"
-        )
+    for key, asked, most in _independent(settings, tokens):
+        if asked > most:
+            raise UserError(f"{key}={asked} would count some of the {tokens} tokens of data={text.name} twice; "
+                            f"type {key}={most} or fewer")  # fmt: skip
+
+
+def _independent(settings: dict[str, Any], tokens: int) -> Iterator[tuple[str, int, int]]:
+    """How many samples are asked for, and at most can be had without scoring, or continuing at, the same tokens."""
+    for setting in settings.values():
+        if isinstance(setting, Perplexity):
+            yield "perplexity.windows", setting.windows, 1 + (tokens - setting.longest) // setting.tokens
+        elif isinstance(setting, Fidelity):
+            room = tokens - max(setting.contexts)
+            yield "fidelity.samples", setting.samples, 1 + room // setting.tokens
 
 
 def _needed(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:

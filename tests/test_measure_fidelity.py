@@ -168,3 +168,19 @@ def test_prompts_are_spread_over_the_text() -> None:
     assert prompt_offsets(1_000, 40, 4) == [0, 320, 640, 960]
     assert prompt_offsets(40, 40, 3) == [0, 0, 0]
     assert prompt_offsets(1_000, 40, 1) == [0]
+
+
+def test_neighbours_in_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that end early must not cut short what a cache is asked to hold, nor those that go on make it longer."""
+    named = methods("full", "kivi", "h2o")
+    (free,) = fidelity(bench(named), settings())
+    said = [sample["methods"][0]["tokens"] for sample in free.samples]
+    monkeypatch.setattr(measured, "end_tokens", lambda bench: [said[0][3]])
+    together, alone = (rows_of(fidelity(bench(named), settings(batch=batch))) for batch in (5, 1))
+    assert [dataclasses.replace(row, batch=1) for row in together] == alone
+
+
+def test_caches_that_never_diverge_are_no_proof_that_they_cannot() -> None:
+    rows = rows_of(fidelity(bench(methods("full", "recompute")), settings()))
+    (row,) = (row for row in rows if row.method == "recompute" and row.metric == "divergence_step")
+    assert (row.value, row.high) == (TOKENS, TOKENS) and row.low is not None and 0 < row.low < TOKENS

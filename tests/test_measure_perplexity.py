@@ -23,6 +23,8 @@ from kvbench.kernels import compiled
 from kvbench.measure import prefills
 from kvbench.measure.bench import Bench
 from kvbench.measure.perplexity import perplexity, window_offsets
+from kvbench.measure.scores import divergence
+from kvbench.measure.statistics import wilson
 from kvbench.messages import names
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
@@ -278,7 +280,9 @@ def test_rows_say_how_they_were_measured() -> None:
         for row in (row for row in rows if row.metric == metric):
             assert row.n == 2 * TOKENS and row.low is not None and row.high is not None
             assert row.note is not None and "2 windows of 40 + 10 tokens" in row.note and "no BOS" in row.note
-            assert "bootstrap over 10 blocks of 2 scored tokens" in row.note
+            if metric in ("top1", "top5") and row.value == 1:
+                assert (row.low, row.high) == wilson(row.n, row.n)  # nothing to draw, and no certainty
+            assert "bootstrap over 10 blocks of 2 scored tokens, of these windows alone" in row.note
 
 
 def test_better_than_full_beyond_the_interval_is_said() -> None:
@@ -351,3 +355,12 @@ def test_the_fast_kernel_gives_every_method_the_reference_s_perplexity() -> None
     assert all(value is not None for value in found["cpu"].values()) and len(found["cpu"]) >= 20
     differences = {entry: abs(found["cpu"][entry] - found["reference"][entry]) for entry in named}
     assert 0 < max(differences.values()) <= 1e-4, differences  # not 0: they add up in another order
+
+
+def test_what_the_full_cache_rules_out_adds_nothing_to_kl() -> None:
+    """Some models give tokens that nobody may say a logit of minus infinity."""
+    p, q = (torch.tensor([[a, b, -torch.inf]], dtype=torch.float64).log_softmax(-1) for a, b in ((0, 1), (1, 0.5)))
+    want = float((p[:, :2].exp() * (p[:, :2] - q[:, :2])).sum())
+    assert float(divergence(p, q)) == pytest.approx(want)
+    assert float(divergence(q, p)) > 0
+    assert float(divergence(p, torch.tensor([[0.0, -torch.inf, 0.0]]).log_softmax(-1))) == torch.inf

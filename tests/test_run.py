@@ -25,7 +25,7 @@ from kvbench.limits import check_lengths, small_prompts
 from kvbench.measure import prefills as prefills_module
 from kvbench.progress import Progress
 from kvbench.results import find_runs, load, read_status
-from kvbench.settings import Latency, Memory, Perplexity
+from kvbench.settings import Fidelity, Latency, Memory, Perplexity
 from tests.text import light, methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,3 +271,9 @@ def test_windows_may_overlap_and_may_not_score_a_token_twice() -> None:
     assert refusal({"perplexity": Perplexity(40, 10, 4, 1)}, 80) is None  # 0, 10, 20, 30: ten new tokens each
     assert "type perplexity.windows=3 or fewer" in (refusal({"perplexity": Perplexity(40, 10, 4, 1)}, 79) or "")
     assert "type perplexity.windows=1 or fewer" in (refusal({"perplexity": Perplexity(40, 10, 2, 1)}, 50) or "")
+
+
+def test_prompts_of_fidelity_are_different_ones() -> None:
+    """128 samples of a text that has room for a handful are no 128 samples."""
+    assert refusal({"fidelity": Fidelity([40, 20], 10, 4, 1)}, 70) is None  # prompts begin at 0, 10, 20, 30
+    assert "type fidelity.samples=4 or fewer" in (refusal({"fidelity": Fidelity([40], 10, 5, 1)}, 70) or "")

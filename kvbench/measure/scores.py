@@ -116,6 +116,6 @@ def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) in nats of log-probabilities [B, V]: float64 [B]."""
+    """KL(p || q) in nats of log-probabilities [B, V]: float64 [B]. What p rules out (-inf) adds nothing."""
     p, q = log_p.double(), log_q.double()
-    return (p.exp() * (p - q)).sum(-1)
+    return torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum(-1)

@@ -1,7 +1,8 @@
 """Numbers with their uncertainty: bootstrap intervals over what was drawn independently, never over single tokens.
 
 Tokens of one window depend on each other, so an interval over tokens comes out too narrow. The unit that is resampled
-is the window; where there are few, blocks of consecutive scored tokens within the windows, and the row's note says so.
+is the window; where there are few, blocks of consecutive scored tokens within the windows. Such an interval tells how
+well these windows were measured and leaves out how they differ from others, and the row's note says so.
 Differences to the full cache are paired: the same unit of both is drawn together. Every draw is seeded and units are
 sorted before it, so the order in which they were measured changes no bit.
 """
@@ -53,9 +54,11 @@ class Units:
 
     @property
     def text(self) -> str:
-        """What was drawn, for a note."""
-        unit = "windows" if self.of_windows else f"blocks of {self.length} scored tokens"
-        return f"95%: bootstrap over {len(self.sums)} {unit}"
+        """What was drawn, for a note; and what an interval over blocks leaves out."""
+        if self.of_windows:
+            return f"95%: bootstrap over {len(self.sums)} windows"
+        drawn = f"{len(self.sums)} blocks of {self.length} scored tokens"
+        return f"95%: bootstrap over {drawn}, of these windows alone: {ENOUGH_WINDOWS} or more speak for others"
 
 
 def units_of(values: Array) -> Units:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kvbench.cache.counts import CannotCapture
 from kvbench.cache.layer import CacheFull, SlotLayer
 from kvbench.cache.ragged import RaggedLayer
 from kvbench.cache.rotary import key_rotations
+from kvbench.cache.stock import StockStore
 from kvbench.cache.store import DenseStore, Slots
 from kvbench.decode import step
 from kvbench.errors import UserError
@@ -35,6 +37,7 @@ from kvbench.methods.lowrank import LowRank
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.pyramid import Pyramid
 from kvbench.methods.random import Random
+from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
@@ -47,13 +50,13 @@ STEPS = 3 * R + 1
 MODEL = exact_llama(4, 2, 32)
 SMALL = exact_llama(2, 1, layers=1)
 KIVI = Kivi(4, 4, 8, R)
-ROTATIONS = key_rotations(MODEL, 2)
-BASES = bases_of(MODEL, random_ids(4, 64, seed=9), ROTATIONS)
 
 
-def lowrank(rank: float, bits: int | None = None) -> LowRank:
+def lowrank(rank: float, bits: int | None = None, model: PreTrainedModel = MODEL) -> LowRank:
     """Calibrated on random tokens."""
-    return LowRank(rank=rank, k_bits=bits, v_bits=bits).calibrated(BASES, ROTATIONS)
+    rotations = key_rotations(model, 2)
+    bases = bases_of(model, random_ids(4, 64, seed=9), rotations)
+    return LowRank(rank=rank, k_bits=bits, v_bits=bits).calibrated(bases, rotations)
 
 
 METHODS = {
@@ -214,6 +217,14 @@ def test_no_step_waits_for_the_host(name: str) -> None:
     check_no_step_waits(MODEL, METHODS[name])
 
 
+@pytest.mark.engine
+def test_rebuilt_keys_take_the_models_own_angles() -> None:
+    model = tiny("llama-yarn")
+    method = Method("m", H2O(budget=40), lowrank(0.5, model=model))
+    check_replays(model, method, atol=1e-4)
+    check_no_step_waits(model, method)
+
+
 def test_layers_that_count_alike_share_their_counters() -> None:
     for name, groups in (("full", 1), ("h2o", 1), ("kivi4", 1), ("pyramid", 2)):
         assert len(DecodeStep(MODEL, pair(MODEL, METHODS[name], random_ids(1, 60), 9)[1]).groups) == groups
@@ -314,6 +325,20 @@ def test_a_full_or_foreign_batch_is_refused_before_anything_changes() -> None:
     with pytest.raises(CacheFull):
         decoder.feed(random_ids(1, 1))
     assert captured.layers[0].kept == 22
+
+
+def test_what_decodes_eagerly_on_cuda_says_why() -> None:
+    methods = {
+        "as long as the prefix": Method("m", Recompute(), DenseStore()),
+        "transformers' own cache grows": Method("m", Full(), StockStore("fp8")),
+        "wants 4 untimed steps, of which 2 run": METHODS["full"],
+    }
+    for reason, method in methods.items():
+        cache = build_cache(MODEL, method, random_ids(1, 20), 2, kernel="reference")
+        cache.last_logits = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+        decoder = decoder_for(MODEL, cache, untimed=2)
+        assert reason in str(decoder.note) and decoder.kernel_name == cache.kernel_name
+        assert decoder_for(MODEL, cache, graph=False).note is None
 
 
 def test_without_a_gpu_the_step_is_the_plain_one() -> None:

@@ -110,17 +110,23 @@ def entry_overrides(entry: str) -> list[str]:
     """`h2o` -> [method=h2o]; `h2o+int4` -> [method=h2o, store=int4]; `method=h2o budget=256` -> its words."""
     if "=" in entry:
         words = entry.split()
+        knobs = ("method", "store", *KNOBS, *OTHER_KNOBS)
+        others = [_key(word) for word in words if _root(word) not in knobs]
+        if others:
+            raise UserError(f"compare entry '{entry}' sets {others[0]}{did_you_mean(others[0], list(knobs))}; an entry "
+                            f"takes method, store and their knobs ({', '.join(knobs[2:])}), all else stands outside "
+                            "the list")  # fmt: skip
         if not any(word.startswith("method=") for word in words):
             raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")
-        knobs = (*KNOBS, *OTHER_KNOBS)
-        others = [_key(word) for word in words if _root(word) not in ("method", "store", *knobs)]
-        if others:
-            raise UserError(f"compare entry '{entry}' sets {others[0]}; an entry takes method, store and their knobs "
-                            f"({', '.join(knobs)}), all else stands outside the list")  # fmt: skip
+        keys = [_key(word) for word in words]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise UserError(f"compare entry '{entry}' gives {twice[0]} twice; type an entry for each, as in "
+                            "compare='[\"method=h2o budget=256\",\"method=h2o budget=512\"]'")  # fmt: skip
         return words
     method, _, store = entry.strip().partition("+")
     if not re.fullmatch(r"[\w.-]+", method) or (("+" in entry) and not re.fullmatch(r"[\w.-]+", store)):
-        raise UserError(f"compare entry '{entry}' is not METHOD, METHOD+STORE or a list of overrides")
+        raise UserError(f"compare entry '{entry}' is not METHOD, METHOD+STORE or a list of overrides; "
+                        "type compare='[full,h2o,h2o+int4]', for example")  # fmt: skip
     return [f"method={method}", *([f"store={store}"] if store else [])]
 
 

@@ -107,6 +107,9 @@ def unknown_choice(choice: str) -> str:
         return f"{name} is an architecture, decided by the checkpoint and no cache method; type {ARCHITECTURES[name]}"
     if group == "method" and name in names("store"):
         return f"{name} is a store, which holds what a method keeps; type method=full store={name}, or full+{name}"
+    rule, plus, store = name.partition("+")
+    if group == "method" and plus and rule in names("method"):
+        return f"{name} is a method and a store; type method={rule} store={store or 'int4'}, or compare='[{name}]'"
     known = names(group) if name else {}
     if not known:
         return f"{choice} is unknown; python -m kvbench --help lists what there is"

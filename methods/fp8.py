@@ -20,9 +20,14 @@ class Fp8(Store):
 
     The scale of a head is fixed by its prompt: the power of two that brings the largest number to 448 or less, but not
     below half of that. What comes later and is larger is clamped, never infinite. A power of two costs a float
-    format no precision, and the query and the output can carry it exactly: kernels read plain floats.
+    format no precision, and the query and the output can carry it exactly: kernels read plain floats. In blocks of a
+    pool (`paged`, `adakv`) it is that of the pool's first tokens, of all rows, and with adakv of all heads.
     Bits a value: 8. Single slots can be overwritten.
     """
+
+    @property
+    def fits_prompt(self) -> bool:
+        return True
 
     def allocate(self, shape: SlotShape) -> "Fp8Slots":
         return Fp8Slots(shape)

@@ -22,4 +22,4 @@ class Pyramid(SnapKV):
         window, picks = int(self.window), budget - int(self.window)
         highest = min(2 * picks - picks / self.beta, prompt - window)
         lowest = 2 * picks - highest
-        return window + max(1, round(highest - layer * (highest - lowest) / (n_layers - 1)))
+        return window + round(highest - layer * (highest - lowest) / (n_layers - 1))

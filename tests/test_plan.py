@@ -23,6 +23,7 @@ from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
+from kvbench.methods.pyramid import Pyramid
 from kvbench.plan import config_of, main, planned_model
 from kvbench.published import PUBLISHED
 from kvbench.run import instantiate
@@ -106,6 +107,16 @@ def test_planned_bytes_are_what_caches_hold() -> None:
 def test_windows_are_planned_as_they_are_held(family: str, rule: KeepRule, store: DenseStore | Kivi) -> None:
     model, method = tiny(family), Method("m", rule, store)
     assert measured(model, method, random_ids(2, 60), 8) == cache_bytes(method, of(model), 2, 60, 8)
+
+
+def test_a_budget_by_depth_counts_the_layers_that_it_is_of() -> None:
+    """Six layers, three of them bounded already: over the other three the mean is the budget, planned and held."""
+    model = tiny("gemma3", num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+                 + ["full_attention", "sliding_attention", "full_attention"])  # fmt: skip
+    method, ids = Method("pyramid", Pyramid(budget=28, window=8), DenseStore()), random_ids(2, 100)
+    cache = build_cache(model, method, prefill(model, ids, [method.rule]), max_new_tokens=4)
+    assert [layer.kept for layer in cache.compressible] == [8 + 39, 8 + 20, 8 + 1] and cache.kept_tokens == 28
+    assert held_bytes(cache.buffers()).held == cache_bytes(method, of(model), 2, 100, 4)
 
 
 @pytest.mark.parametrize("layout", ["absorbed", "latent"])

@@ -128,10 +128,11 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
               for device in {layer.device for layer in record.layers}}  # fmt: skip
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
-    count = len(record.layers)
-    layers = [_build_layer(layer.at_home(), count, method, rotations, max_new_tokens, max_step,
-                           decode[layer.device.type], None if latents is None else latents[layer.index], depth)
-              for depth, layer in enumerate(record.layers)]  # fmt: skip
+    free = [layer.index for layer in record.layers if layer.scoring.window is None]  # those that the method applies to
+    layers = [_build_layer(layer.at_home(), len(free), method, rotations, max_new_tokens, max_step,
+                           decode[layer.device.type], None if latents is None else latents[layer.index],
+                           free.index(layer.index) if layer.index in free else 0)
+              for layer in record.layers]  # fmt: skip
     states = [state.copy() for state in record.states]
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens, states)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
@@ -183,8 +184,8 @@ def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[Rotat
 def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
                  max_new_tokens: int, step: int, kernel: Kernel = REFERENCE,
                  latents: Latents | None = None, depth: int | None = None) -> Layer:  # fmt: skip
-    """depth: which of the `layer_count` layers with keys and values this is, for rules that budget by depth; None where
-    the model has no others."""
+    """depth: which of the `layer_count` layers that the method applies to this is, for rules that budget by depth; None
+    where the model has no others."""
     prompt = record.key.shape[2]
     window = record.scoring.window
     rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))

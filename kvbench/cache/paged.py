@@ -84,6 +84,10 @@ class PagedStore(Store):
         if not is_whole(self.block_size) or self.block_size < 1:
             raise UserError(f"block_size={self.block_size} slots for store=paged; type a whole number, as 16")
 
+    @property
+    def fits_prompt(self) -> bool:
+        return self.inner.fits_prompt
+
     def check(self, key_dim: int, value_dim: int) -> None:
         self.inner.check(key_dim, value_dim)
 

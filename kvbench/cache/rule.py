@@ -114,7 +114,10 @@ class KeepRule:
         return tokens
 
     def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
-        """The budget of one layer; the same in all unless a rule moves budget between them."""
+        """The budget of one layer; the same in all unless a rule moves budget between them.
+
+        layer: which of the `n_layers` layers that the rule applies to; those with a window of their own do not count.
+        """
         return self.tokens(prompt)
 
     def head_tokens(self, priority: Tensor, budget: int) -> Tensor | None:

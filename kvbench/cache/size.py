@@ -53,18 +53,20 @@ def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tok
     if method.rule.needs_ids:
         return 0
     total = batch * model.state_bytes
-    for index, window in enumerate(model.windows):
+    depth, layers = 0, list(model.windows).count(None)  # of those that the method applies to
+    for window in model.windows:
         rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
         store: Store = method.store if window is None else DenseStore()
         if model.latent:
             store = LatentStore(store, cast(Latents, None))  # the weights play no part in its size
-        total += _layer_bytes(rule, store, model, batch, prompt, new_tokens, index)
+        budget = rule.layer_tokens(prompt, depth, layers)
+        total += _layer_bytes(rule, store, model, batch, prompt, new_tokens, budget)
+        depth += window is None
     return total
 
 
 def _layer_bytes(rule: KeepRule, store: Store, model: Planned, batch: int, prompt: int, new_tokens: int,
-                 index: int) -> int:  # fmt: skip
-    budget = rule.layer_tokens(prompt, index, len(model.windows))
+                 budget: int | None) -> int:  # fmt: skip
     evicts = budget is not None and rule.holds_budget
     kept = prompt if budget is None else min(budget, prompt)
     slots = kept + new_tokens

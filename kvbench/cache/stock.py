@@ -53,6 +53,10 @@ class StockStore(Store):
         if not hasattr(cache_utils, BACKENDS[self.backend][0]):
             raise UserError(f"transformers {transformers.__version__} has no {self.backend} cache; a newer one has")
 
+    @property
+    def fits_prompt(self) -> bool:
+        return self.backend == "fp8"
+
     def layer(self) -> Any:
         """An empty layer."""
         name, _, axis = BACKENDS[self.backend]

@@ -122,6 +122,11 @@ class Store:
     calibrates: ClassVar[bool] = False
     """Whether it has to see calibration text first: see `kvbench.calibrate`."""
 
+    @property
+    def fits_prompt(self) -> bool:
+        """Whether a prompt decides something once and for all, as a scale, that what is decoded has to live with."""
+        return False
+
     def check(self, key_dim: int, value_dim: int) -> None:
         """Raise UserError where heads of these sizes cannot be held."""
 

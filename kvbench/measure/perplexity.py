@@ -71,6 +71,9 @@ def check_stream(method: Method) -> None:
     rule, leave = method.rule, "leave it out, or type perplexity.protocol=prefill_decode"
     if rule.needs_ids:
         raise UserError(f"method={method.name} runs the whole prefix at every step, too much for a stream; {leave}")
+    if method.store.fits_prompt:
+        raise UserError(f"{type(method.store).__name__} fixes its scale by the prompt and a stream has none: all would "
+                        f"be cut off at what its first token needs; {leave}")  # fmt: skip
     if isinstance(rule.budget, float):
         raise UserError(f"budget={rule.budget} is a share of the prompt and a stream has none; type budget=256")
     if rule.budget is not None and not rule.holds_budget:

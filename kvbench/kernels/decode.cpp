@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "loops.h"
+#include "digits.h"
 
 namespace {
 
@@ -88,9 +88,13 @@ inline float read_half(const uint8_t* at) {
   return load_float16<4>(padded)[0];
 }
 
-void read_halves(const uint8_t* from, int n, float* to) {
+// Also fetches what lies `ahead` bytes on: runs of pairs are too short for the hardware to foresee the next.
+void read_halves(const uint8_t* from, int n, float* to, int64_t ahead) {
   int i = 0;
-  for (; i + WIDEST <= n; i += WIDEST) store(to + i, load_float16<WIDEST>(from + 2 * i));
+  for (; i + WIDEST <= n; i += WIDEST) {
+    if (i % 32 == 0) __builtin_prefetch(from + 2 * i + ahead);
+    store(to + i, load_float16<WIDEST>(from + 2 * i));
+  }
   for (; i < n; i++) to[i] = read_half(from + 2 * i);
 }
 
@@ -199,9 +203,10 @@ struct Worker {
       if (has_codes(part.format)) {
         tile.groups = columns / part.paired(columns);
         const int64_t first = pair_head + 2 * row * tile.groups;
-        read_halves(address(part.scale, first), tile.count * tile.groups, pairs->scale);
+        const int n_pairs = tile.count * tile.groups, pairs_ahead = 4 * most * tile.groups;
+        read_halves(address(part.scale, first), n_pairs, pairs->scale, pairs_ahead);
         if (part.has_levels()) memcpy(pairs->levels, floats_at(part.minimum), 4 << part.bits());
-        else read_halves(address(part.minimum, first), tile.count * tile.groups, pairs->minimum);
+        else read_halves(address(part.minimum, first), n_pairs, pairs->minimum, pairs_ahead);
       }
       body(part.format, plan.packed[index], tile, at);
     }
@@ -212,13 +217,15 @@ struct Worker {
   void score_blocks(const Part& part, int index, const Rows& q, int64_t from, int n, float* to) {
     const int64_t pair_head = b * part.pair_batch_stride + h * part.pair_head_stride;
     for (int64_t block = from / part.group; block * part.group < from + n; block++, to += part.group) {
-      read_halves(address(part.scale, pair_head + 2 * block * key_dim), key_dim, pairs->scale);
-      read_halves(address(part.minimum, pair_head + 2 * block * key_dim), key_dim, pairs->minimum);
+      read_halves(address(part.scale, pair_head + 2 * block * key_dim), key_dim, pairs->scale, 8 * key_dim);
+      read_halves(address(part.minimum, pair_head + 2 * block * key_dim), key_dim, pairs->minimum, 8 * key_dim);
       const int64_t data = b * part.batch_stride + h * part.head_stride + block * part.row_stride;
       const Tile channels{address(part.data, data), part.lane_bytes(), key_dim, 0, 4 * part.row_stride};
       each_piece([&](int m, int queries) {
-        for (int i = 0; i < queries; i++) fold_pairs(&q[(m + i) * STRIDE], scaled + i * STRIDE, bias[i]);
         specialised(part.format, plan.packed[index].lanes, queries, [&](auto F, auto L, auto M) {
+          if constexpr (by_digits<F, L>())
+            return score_by_digits<F, M>(plan.packed[index], channels, *pairs, &q[m * STRIDE], to + m * STRIDE);
+          for (int i = 0; i < queries; i++) fold_pairs(&q[(m + i) * STRIDE], scaled + i * STRIDE, bias[i]);
           if constexpr (F < 16) score_block<F, L, M>(plan.packed[index], channels, scaled, bias, to + m * STRIDE);
         });
       });
@@ -259,6 +266,8 @@ struct Worker {
       each_tile(part, index, from, n, value_dim, [&](int64_t format, const Grid& grid, const Tile& tile, int offset) {
         each_piece([&](int m, int queries) {
           specialised(format, grid.lanes, queries, [&](auto F, auto L, auto M) {
+            if constexpr (by_digits<F, L>())
+              return add_by_digits<F, M>(grid, tile, *pairs, &scores[m * STRIDE + at + offset], &fresh[m * STRIDE]);
             add_rows<F, L, M>(grid, tile, *pairs, &scores[m * STRIDE + at + offset], &fresh[m * STRIDE]);
           });
         });

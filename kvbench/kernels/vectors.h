@@ -39,7 +39,7 @@ template <int L> inline Float<L> splat(float x) { return x - Float<L>{}; }
 template <int L> inline Float<L> select(Int<L> condition, Float<L> yes, Float<L> no) {
   return bits<Float<L>>((condition & bits<Int<L>>(yes)) | (~condition & bits<Int<L>>(no)));
 }
-template <int L> inline Float<L> maximum(Float<L> a, Float<L> b) { return select<L>(a > b, a, b); }
+template <int L> inline Float<L> maximum(Float<L> a, Float<L> b) { return a > b ? a : b; }
 
 // L bytes, or L 16-bit numbers, each into a 32-bit lane.
 template <int L, class Narrow> inline Int<L> widen(const void* from) {
@@ -102,17 +102,17 @@ template <int L> inline Float<L> lookup(const float* table, Int<L> at) {
   return found;
 }
 
-template <int L> inline Float<4> fold(Float<L> x) {
+template <int L, class Both> inline Float<4> fold(Float<L> x, Both both) {
   if constexpr (L == 4) {
     return x;
   } else {
     Float<L / 2> half[2];
     memcpy(half, &x, sizeof x);
-    return fold<L / 2>(half[0] + half[1]);
+    return fold<L / 2>(both(half[0], half[1]), both);
   }
 }
 template <int L> inline float total(Float<L> x) {
-  const Float<4> four = fold<L>(x);
+  const Float<4> four = fold<L>(x, [](auto a, auto b) { return a + b; });
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
@@ -133,11 +133,17 @@ template <int L, int A, int B, int C, int D> inline Float<L> shuffle(Float<L> a,
   return shuffle<L, A, B, C, D>(a, b, std::make_integer_sequence<int, L>());
 }
 
-// The sum of each of four vectors, side by side.
+// What an operation makes of all lanes, of each of four vectors, side by side.
+template <int L, class Both> inline Float<4> four_folded(const Float<L>* x, Both both) {
+  const Float<L> ab = both(shuffle<L, 0, 4, 1, 5>(x[0], x[1]), shuffle<L, 2, 6, 3, 7>(x[0], x[1]));
+  const Float<L> cd = both(shuffle<L, 0, 4, 1, 5>(x[2], x[3]), shuffle<L, 2, 6, 3, 7>(x[2], x[3]));
+  return fold<L>(both(shuffle<L, 0, 1, 4, 5>(ab, cd), shuffle<L, 2, 3, 6, 7>(ab, cd)), both);
+}
 template <int L> inline Float<4> four_sums(const Float<L>* x) {
-  const Float<L> ab = shuffle<L, 0, 4, 1, 5>(x[0], x[1]) + shuffle<L, 2, 6, 3, 7>(x[0], x[1]);
-  const Float<L> cd = shuffle<L, 0, 4, 1, 5>(x[2], x[3]) + shuffle<L, 2, 6, 3, 7>(x[2], x[3]);
-  return fold<L>(shuffle<L, 0, 1, 4, 5>(ab, cd) + shuffle<L, 2, 3, 6, 7>(ab, cd));
+  return four_folded<L>(x, [](auto a, auto b) { return a + b; });
+}
+template <int L> inline Float<4> four_maxima(const Float<L>* x) {
+  return four_folded<L>(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // exp of numbers that are at most 0, and exactly 0 below float32's range (polynomial of the Cephes library, 2 ulp).

@@ -135,6 +135,20 @@ def test_constants_go_to_the_caption_and_varying_settings_to_columns() -> None:
     assert column(found, "model")[0] == "Toy-135M" and column(found, "method")[len(METHODS)] == "full"
 
 
+def test_best_is_marked_among_caches_of_as_many_heads_only() -> None:
+    heads = [replace(row, kv_heads=1, converted=True, value=row.value / 3 if row.unit == "bytes" else row.value)
+             for row in rows(METHODS[:4], ["memory"], contexts=[512]) if row.value is not None]  # fmt: skip
+    found = table([*rows(METHODS[:4], ["memory"], contexts=[512]), *heads], "memory")
+    held = next(c for c in found.columns if c.key == "held_bytes")
+    assert held.best == {3, 7} and column(found, "converted") == ["no"] * 4 + ["yes"] * 4
+
+
+def test_budgets_of_a_method_stand_together() -> None:
+    made = sweep()
+    found = table([row for budget in (None, 256, 64, 512, 128) for row in made if row.budget == budget], "perplexity")
+    assert column(found, "budget") == ["–", "–", *["64", "128", "256", "512"] * 2]
+
+
 def test_budget_is_a_column_where_it_varies() -> None:
     found = table(sweep(), "perplexity")
     assert column(found, "budget") == ["–", "–", *["64", "128", "256", "512"] * 2]
@@ -144,7 +158,7 @@ def test_budget_is_a_column_where_it_varies() -> None:
 def test_intervals_stand_in_the_cells() -> None:
     found = table(rows(), "perplexity")
     assert column(found, "ppl")[0] == "22.31 [21.42, 23.43]"
-    assert column(found, "nll_minus_full")[3] == "+0.0688 [+0.0588, +0.0788]"
+    assert column(found, "nll_minus_full")[3] == "+0.069 [+0.059, +0.079]"
     assert "±" in next(c for c in found.columns if c.key == "ppl").compact[0]
 
 
@@ -333,6 +347,14 @@ def test_needle_without_a_baseline_says_so() -> None:
     assert kinds(made) == ["no baseline"]
 
 
+def test_what_is_said_of_many_methods_is_one_warning() -> None:
+    made = rows(measures=["latency"], contexts=[512])
+    steady = [replace(row, metric="steady", value=0.0, note="unsteady: it drifted")
+              for row in made if row.metric == "tpot_p50_ms"]  # fmt: skip
+    (finding,) = find_all([*made, *steady])
+    assert finding.text.startswith("full, kivi8, kivi4, ") and finding.text.endswith("at context 512: it drifted")
+
+
 # looks
 
 
@@ -356,6 +378,12 @@ def test_units() -> None:
     ]  # fmt: skip
     assert [units.percent(value) for value in (1, 0.9999, 0.0001, 0, 0.5)] == ["100%", ">99.9%", "<0.1%", "0%", "50.0%"]
     assert [units.signed(value) for value in (0.0123, -2.6e-5, 0)] == ["+0.0123", "-2.6e-05", "0"]
+    bounds = ((0.1, 0.17), (-0.005, 0.008), (0.0, 2e-6), (None, None))
+    assert [units.within(units.signed, low, high)(0.00152) for low, high in bounds] == [
+        "+0.002", "+0.0015", "+0.00152", "+0.00152",
+    ]  # fmt: skip
+    assert [units.fixed_text(value, 2) for value in (24.014, 17165.3, 1e12)] == ["24.01", "17,165", "1.00e+12"]
+    assert [units.significant(value) for value in (1e-12, 2.5e20)] == ["1.00e-12", "2.50e+20"]
     assert units.in_bytes([2**20, 3 * 2**30])[0] == "GiB"
     assert units.in_bytes([])[0] == "B"
 

@@ -220,3 +220,32 @@ def test_retrieval_counts_the_tasks_that_the_full_cache_solves() -> None:
     assert [member.numbers["hit_rate"].n for member in group.members] == [24, 24]
     assert [member.value("hit_rate") for member in group.members] == [0.75, 1]
     assert chosen(easy + second, "retrieval") == "full+int8"
+
+
+def test_of_two_counts_of_bytes_the_one_of_more_methods_serves() -> None:
+    members = [cache("h2o", held, 0.001, budget=budget) for held, budget in ((4.0, 100.0), (8.0, 200.0))]
+    made = [*FULL, *members[0], *members[1]]
+    at = [replace(row, metric="held_bytes", value=2.0**24, unit="bytes") for row in made if row.metric == "ppl"]
+    (both,) = groups_of([*made, *at])
+    assert both.contexts["memory"] == 2048 and [one.held for one in both.members] == [4 * MIB, 8 * MIB]
+    fewer = [row for row in made if not (row.metric == "held_bytes" and row.budget == 200)]
+    (group,) = groups_of([*fewer, *at])
+    assert group.contexts["memory"] == 1024 and {one.held for one in group.members} == {2.0**24}
+    assert "memory at 1,024 tokens" in overview([group]).caption  # type: ignore[union-attr]
+
+
+def test_a_runner_up_that_holds_less_is_explained() -> None:
+    rows = FULL + cache("full", 10, 0.004, **OTHER) + cache("full", 10.5, 0.001, **ONE)
+    advice = said(rows, "shrink")
+    assert (advice.headline, advice.runner_up.label) == ("full+int8", "full+int4")  # type: ignore[union-attr]
+    assert any(reason.startswith("full+int4 holds hardly less and is further") for reason in advice.reasons)
+    assert "nearness to the full cache decides" in said(rows, "retrieval").limits[-1]
+
+
+def test_summary_says_what_lost_what_is_unknown_and_counts_settings() -> None:
+    lost = [cache("h2o", held, 0.2, budget=budget) for held, budget in ((4.0, 100.0), (8.0, 200.0))]
+    (group,) = groups_of([*FULL, *lost[0], *lost[1], *cache("full", 9, 0.01, reach=0.1, **OTHER)])
+    scope, none, *_ = summary([group])
+    assert scope.startswith("2 methods in 3 settings against the full cache, which has a perplexity of 20.00")
+    assert none.startswith("Of the 3 methods none is shown to keep up") and "2 lost beyond the interval" in none
+    assert "1 cannot be judged (its loss is not known to better than 0.05 nats)" in none

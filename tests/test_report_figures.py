@@ -165,6 +165,19 @@ def test_samples_are_paired_and_the_last_measurement_of_a_window_counts(tmp_path
     assert found[0].difference in (0.5, 0.25)
 
 
+def test_one_window_under_two_models_is_two_samples(tmp_path: Path) -> None:
+    made = [replace(BASE, method="full", store="dense", measure="perplexity", metric="ppl", value=2.0)]
+    for name, nll in (("org/A", 3.5), ("org/B", 3.25)):
+        run = run_of(tmp_path, [replace(row, model=name) for row in made])
+        scored = [{"method": method, "store": "dense", "nll": one} for method, one in (("full", 3.0), ("h2o", nll))]
+        window = {"measure": "perplexity", "context": 64, "methods": scored}
+        run.add_samples([window | {"sha256": place} for place in "ab"])
+    found = read_samples(sorted(tmp_path.iterdir()))
+    assert {(sample.row.model, sample.difference) for sample in found} == {("org/A", 0.5), ("org/B", 0.25)}
+    figure = window_differences(found)
+    assert figure is not None and figure.get_suptitle() in ("A", "B")
+
+
 def test_of_many_settings_a_few_are_drawn_and_the_caption_says_so(tmp_path: Path) -> None:
     made = [row for seed in range(6) for row in rows(METHODS[:2], ["memory"], base=replace(BASE, model=f"org/M{seed}"))]
     (plot,) = draw_all(made, tmp_path)

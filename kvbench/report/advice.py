@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvbench.report import units
 from kvbench.report.architecture import advise_architecture
 from kvbench.report.candidates import Candidate, Group
 from kvbench.report.verdict import Advice, bytes_text, hits_text, losses, name_list, numbers_of, unproven
@@ -96,7 +97,8 @@ def _advise(scenario: Scenario, group: Group) -> Advice:
 
 def _too_few(judged: int, scenario: Scenario, group: Group) -> str:
     reasons = Counter(filter(None, (scenario.suits(member, group) for member in group.members)))
-    told = "".join(f"; {count}: {reason}" for reason, count in reasons.most_common())
+    told = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+    told = f"; ruled out: {told}" if told else ""
     found = f"{judged or 'none'} of the {len(group.members)} measured methods" if group.members else "no method"
     return f"{found} can be judged here and it takes {FEWEST} to choose{told}"
 
@@ -138,12 +140,14 @@ def _explain(advice: Advice, scenario: Scenario, found: _Sorted) -> None:
         advice.reasons.append(f"{choice.label}: {numbers_of(choice, group)}")
         if second is not None:
             advice.reasons.append(f"runner-up {second.label}: {numbers_of(second, group)}")
+            advice.reasons += _nearer(choice, second)
             advice.limits += _alike(choice, second, scenario)
-        further = [one for one in found.lost if (one.held or 0) < (choice.held or 0)]
+        further = [one for one in found.lost if one.held is not None and one.held < (choice.held or 0)]
         cheapest = min(further, key=_loss, default=None)
         word = "going further costs quality"
     else:
-        cheapest, word = min(found.lost, key=_loss, default=None), "the least loss among those that lost"
+        known = [one for one in found.lost if one.held is not None]
+        cheapest, word = min(known, key=_loss, default=None), "the least loss among those that lost"
         advice.reasons.append(f"none of the {len(found.lost)} judged methods kept up with the full cache")
     if found.lost:
         advice.reasons.append(f"lost beyond their intervals: {name_list([one.label for one in found.lost])}")
@@ -156,11 +160,23 @@ def _loss(member: Candidate) -> tuple[float, float]:
     return (1 - (member.value("hit_rate") or 0), member.value("nll_minus_full") or 0)
 
 
+def _nearer(choice: Candidate, second: Candidate) -> list[str]:
+    """Why the runner-up is no more than that although it holds less."""
+    if second.held is None or choice.held is None or second.held >= choice.held or _distance(choice) == float("inf"):
+        return []
+    if (choice.value("hit_rate") or 0) > (second.value("hit_rate") or 0):
+        return []
+    word = "KL" if choice.value("kl") is not None else "ΔNLL"
+    one, other = (units.small(_distance(member)) for member in (choice, second))
+    return [f"{second.label} holds hardly less and is further from the full cache: {word} {other} against {one}"]
+
+
 def _alike(choice: Candidate, second: Candidate, scenario: Scenario) -> list[str]:
-    if scenario.needle and choice.value("hit_rate") == second.value("hit_rate"):
-        return [f"{choice.label} and {second.label} find the same number of needles: memory decides between them"]
-    one, other = choice.numbers.get("kl"), second.numbers.get("kl")
     near = (choice.held or 0) * ALIKE >= (second.held or 0)
+    if scenario.needle and choice.value("hit_rate") == second.value("hit_rate"):
+        judge = "nearness to the full cache" if near else "memory"
+        return [f"{choice.label} and {second.label} find the same number of needles: {judge} decides between them"]
+    one, other = choice.numbers.get("kl"), second.numbers.get("kl")
     if near and one and other and one.high is not None and other.low is not None and one.high >= other.low:
         return [f"{choice.label} and {second.label} hold about the same, and their KL intervals overlap"]
     return []

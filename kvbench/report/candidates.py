@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import Line, lines_of
-from kvbench.report.names import Config, config_of, is_baseline, labels
+from kvbench.report.names import Config, config_of, display_name, is_baseline, labels
 from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.traits import Traits, measured_bounded, traits_of
 from kvbench.rows import Row
@@ -96,18 +96,27 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
     group.baseline = next(iter(everyone.values()), None)
     group.members = [candidate for config, candidate in found.items() if config not in everyone]
     _take(group, found, rows, "perplexity", (*QUALITY, "held_bytes"))
-    # Bytes of the memory measure go before those that the perplexity run counted on its way.
-    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes"))
-    _take(group, found, rows, "latency", ("tpot_p50_ms", "bandwidth_share"))
+    # Bytes of the memory measure go before those that the perplexity run counted on its way, unless it was run for
+    # fewer of the methods.
+    counted = sum("held_bytes" in candidate.numbers for candidate in found.values())
+    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes"), fewest=counted)
+    if counted:
+        group.contexts.setdefault("memory", group.contexts["perplexity"])
+    _take(group, found, rows, "latency", ("tpot_p50_ms", "bandwidth_share", "steady"))
     _take_needles(group, found, rows)
-    group.members.sort(key=lambda member: not member.numbers)  # what only failed goes last
+    order = list(dict.fromkeys(display_name(member.row) for member in group.members))
+    # What only failed goes last, budgets of a method stand together.
+    group.members.sort(key=lambda one: (not one.numbers, order.index(display_name(one.row)), one.row.budget or 0))
     return group
 
 
 def _take(
-    group: Group, found: dict[Config, Candidate], rows: list[Row], measure: str, metrics: Iterable[str]
+    group: Group, found: dict[Config, Candidate], rows: list[Row], measure: str, metrics: Iterable[str], fewest: int = 0
 ) -> None:
-    """Numbers at the longest context at which the baseline was measured; they replace earlier ones for all or none."""
+    """Numbers at the longest context at which the baseline was measured; they replace earlier ones for all or none.
+
+    None of them where they are known of fewer than `fewest` methods.
+    """
     lines = lines_of(rows, measure)
     told = [line for line in lines if any(line.get(metric) for metric in metrics) and line.row.context is not None]
     told = [line for line in told if line.row.protocol == PROTOCOL] or told
@@ -117,6 +126,8 @@ def _take(
     context = max(known for known in bases if known is not None)
     # Of several batch sizes the smallest counts: it stands last and replaces the others.
     here = sorted((line for line in told if line.row.context == context), key=lambda line: -(line.row.batch or 0))
+    if len({config_of(line.row) for line in here}) < fewest:
+        return
     group.contexts[measure] = context
     for metric in metrics:
         numbers = {config_of(line.row): row for line in here if (row := line.get(metric)) is not None}

@@ -177,6 +177,7 @@ def _cell(line: Line, metric: str, form: units.Format, *, compact: bool) -> str:
         return "–"
     if row.value is None:
         return "nan"
+    form = units.within(form, row.low, row.high)
     text = form(row.value)
     if row.low is None or row.high is None:
         return text

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.report import units
+from kvbench.report.columns import heads_text
 from kvbench.report.lines import baseline_of, lines_of
 from kvbench.report.names import Config, config_of, is_baseline, labels
 from kvbench.report.needle import hits_of, uninformative
@@ -15,7 +16,7 @@ from kvbench.rows import GRAPH
 
 # Methods that hold every token exactly, or none at all: engaged = 0 is their nature, not a fault.
 EXACT = ("full", "recompute")
-MOST_CELLS = 8  # named in one warning
+MOST_CELLS = 12  # named in one warning
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ def find_all(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None =
     names = labels(rows)
     found = [
         *_runs(runs or {}),
-        *_not_measured(rows, names),
-        *_not_engaged(rows, names),
+        *_together(_not_measured(rows), names),
+        *_together(_not_engaged(rows), names),
         *_better_than_full(rows, names),
         *_uninformative(rows),
-        *_unsteady(rows, names),
+        *_together(_unsteady(rows), names),
         *_eager_beside_captured(rows, names),
         *_missing(rows, names),
         *_converted(rows),
@@ -62,28 +63,39 @@ def _runs(runs: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding("missing", f"{name}: not measured: {_listed([cell.strip() for cell in told])}")
 
 
-def _not_measured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+Said = tuple[str, Row, str]  # kind, a row that it is said of, what is said
+
+
+def _together(said: Iterable[Said], names: Mapping[Config, str]) -> Iterable[Finding]:
+    """One warning for all methods of which the same is said at the same place."""
+    places: dict[tuple[Any, ...], list[str]] = {}
+    for kind, row, text in said:
+        of_place = places.setdefault((kind, row.measure, row.context, text), [])
+        if (name := names[config_of(row)]) not in of_place:
+            of_place.append(name)
+    for (kind, measure, context, text), of_place in places.items():
+        yield Finding(kind, f"{_listed(of_place)}, {_place(measure, context)}: {text}")
+
+
+def _not_measured(rows: Iterable[Row]) -> Iterable[Said]:
     for row in rows:
-        where = _where(row, names)
         if row.status != "ok":
-            yield Finding(row.status, f"{where}: {_first_line(row.note or 'no reason recorded')}")
+            yield row.status, row, _first_line(row.note or "no reason recorded")
         elif row.metric is not None and row.value is None and row.metric != "engaged":
-            yield Finding("not a number", f"{where}: {row.metric} came out undefined or infinite")
+            yield "not a number", row, f"{row.metric} came out undefined or infinite"
 
 
-def _not_engaged(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+def _not_engaged(rows: Iterable[Row]) -> Iterable[Said]:
     for row in rows:
         if row.metric != "engaged" or row.status != "ok" or _exact(row):
             continue
-        where = _where(row, names)
         if row.value is None:
-            yield Finding("did not engage", f"{where}: whether it engaged was not recorded")
+            yield "did not engage", row, "whether it engaged was not recorded"
         elif row.value == 0:
-            effect = "nothing was evicted or quantised, so these numbers are the full cache's"
-            yield Finding("did not engage", f"{where}: {effect}")
+            yield "did not engage", row, "nothing was evicted or quantised, so these numbers are the full cache's"
         elif row.value < 0.5:
             share = units.percent(row.value)
-            yield Finding("hardly engaged", f"{where}: only {share} of the tokens followed a compression")
+            yield "hardly engaged", row, f"only {share} of the tokens followed a compression"
 
 
 def _exact(row: Row) -> bool:
@@ -130,11 +142,11 @@ def _uninformative(rows: Sequence[Row]) -> Iterable[Finding]:
             yield Finding("uninformative", f"{task}: the full cache itself scores 0, which says nothing of compression")
 
 
-def _unsteady(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
+def _unsteady(rows: Iterable[Row]) -> Iterable[Said]:
     for row in rows:
         if row.metric == "steady" and row.value == 0 and row.status == "ok":
             why = row.note or "step times drifted or jumped while it was measured"
-            yield Finding("unsteady timing", f"{_where(row, names)}: {_first_line(why)}")
+            yield "unsteady timing", row, _first_line(why).removeprefix("unsteady: ")
 
 
 def _eager_beside_captured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
@@ -181,8 +193,8 @@ def _converted(rows: Iterable[Row]) -> Iterable[Finding]:
     """Heads that were repeated give the same logits; heads that were pooled do not, and their rows say so."""
     lossy = (row for row in rows if row.converted and "same logits" not in (row.note or ""))
     for model in dict.fromkeys((row.model, row.kv_heads) for row in lossy):
-        yield Finding("not lossless", f"{model[0]} was converted to {model[1]} KV heads: its bytes and times stand for "
-                      "such a model, its quality does not")  # fmt: skip
+        yield Finding("not lossless", f"{model[0]} was converted to {heads_text(model[1])}: its bytes and times stand "
+                      "for such a model, its quality does not")  # fmt: skip
 
 
 def _notes(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
@@ -219,8 +231,11 @@ def _by_note(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def _where(row: Row, names: Mapping[Config, str]) -> str:
-    place = f"{names[config_of(row)]}, {row.measure or 'run'}"
-    return place if row.context is None else f"{place} at context {row.context:,}"
+    return f"{names[config_of(row)]}, {_place(row.measure, row.context)}"
+
+
+def _place(measure: str | None, context: int | None) -> str:
+    return (measure or "run") + ("" if context is None else f" at context {context:,}")
 
 
 def _listed(names: Sequence[str]) -> str:

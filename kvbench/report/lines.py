@@ -12,7 +12,7 @@ from kvbench.results import KNOBS, Row
 
 Cell = tuple[str, int | None, float | None]  # metric, context, depth
 # What a method and its baseline must share to be compared, and what they had better share.
-SETTING = ("model", "dataset", "question", "batch", "dtype", "device")
+SETTING = ("model", "kv_heads", "converted", "dataset", "question", "batch", "dtype", "device")
 PREFERRED = ("revision", "protocol", "kernel", "threads", "seed")
 
 
@@ -69,7 +69,9 @@ class Line:
 
 
 def lines_of(rows: Iterable[Row], measure: str, *, by_context: bool = True) -> list[Line]:
-    """The lines of one measure: the baseline on top of each setting, then in the order of measurement.
+    """The lines of one measure: the baseline on top of each setting, then the methods as they were measured first.
+
+    The budgets of a method stand together, in ascending order.
 
     With `by_context` each context length is a line of its own, and a row without context (a slope over contexts)
     belongs to every line of its method that it does not contradict.
@@ -104,6 +106,7 @@ def _key(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
 def _ordered(lines: list[Line]) -> list[Line]:
     models = list(dict.fromkeys(line.row.model for line in lines))
     settings = list(dict.fromkeys(_setting(line.row) for line in lines))
+    names = list(dict.fromkeys(line.name for line in lines))
     return sorted(
         lines,
         key=lambda line: (
@@ -111,6 +114,8 @@ def _ordered(lines: list[Line]) -> list[Line]:
             settings.index(_setting(line.row)),
             -1 if line.row.context is None else line.row.context,
             not line.baseline,
+            names.index(line.name),
+            line.row.budget or 0,
         ),
     )
 

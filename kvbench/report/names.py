@@ -61,6 +61,8 @@ def knob_text(name: str, value: Any) -> str:
     """A knob's value as it stands in labels and columns: budgets 256 or 25%, booleans in words."""
     if value is None:
         return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if name == "budget":
         return f"{value:.10g}" if value >= 1 else f"{100 * value:.4g}%"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ HEADLINES = (
     Headline("nll_minus_full", "ΔNLL", units.plainly(units.signed), better="low"),
     Headline("kl", "KL", units.plainly(units.small), better="low"),
     Headline("top1", "top-1", units.plainly(units.percent), better="high"),
-    Headline("hit_rate", "needles", units.plainly(units.percent), better="high"),
+    Headline("hit_rate", "needles", units.plainly(units.whole_percent), better="high"),
     Headline("held_bytes", "held", units.in_bytes, better="low", exact=True),
     Headline("times_less", "less", units.fixed(1, "x"), better="high", exact=True),
     Headline("tpot_p50_ms", "TPOT", units.plainly(units.significant, "ms"), better="low"),

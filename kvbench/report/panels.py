@@ -20,11 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from kvbench.report.columns import heads_text, short_model
-from kvbench.report.lines import SETTING, Line
+from kvbench.report.lines import Line
 from kvbench.report.names import config_of, labels
 from kvbench.report.style import FAINT, RC, WIDTH
 from kvbench.rows import Row
 
+# Lines of one panel share these; KV heads do not tell panels apart, so that architectures stand beside each other.
+SETTING = ("model", "dataset", "question", "batch", "dtype", "device")
 WIDEST = 28  # characters of a name in a legend beside the panels
 LONGEST = 46  # characters of a name in a legend or on an axis
 CHARACTER = 0.6  # mean width of one, as a share of the font size

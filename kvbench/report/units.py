@@ -33,6 +33,11 @@ def signed(value: float) -> str:
     return ("+" if value > 0 else "") + (small(value) if abs(value) < 1e-3 else significant(value))
 
 
+def whole_percent(value: float) -> str:
+    """A share of a handful of samples: `33%`."""
+    return f"{100 * value:.0f}%"
+
+
 def percent(value: float) -> str:
     """A share between 0 and 1 as `97.3%`; only what is all or nothing prints as 100% or 0%."""
     if abs(value) >= 1000:
@@ -84,3 +89,12 @@ def in_bytes(values: Sequence[float]) -> tuple[str, Format]:
 def interval(value: str, low: str, high: str) -> str:
     """`22.3 [22.1, 22.6]`"""
     return f"{value} [{low}, {high}]"
+
+
+def within(form: Format, low: float | None, high: float | None) -> Format:
+    """`form`, or for a difference with an interval one with two digits of the interval's half width: `+0.053`."""
+    half = 0.0 if low is None or high is None else (high - low) / 2
+    if form is not signed or half < 1e-5:
+        return form
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return lambda value: f"{value:+,.{decimals}f}" if abs(value) < 1e6 else signed(value)

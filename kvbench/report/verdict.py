@@ -88,13 +88,13 @@ def unproven(member: Candidate, base: Candidate, *, needle: bool = False) -> str
 
 
 def loss_text(row: Row) -> str:
-    """`+0.0104 [+0.001, +0.020]`"""
+    """`+0.0104 [+0.0012, +0.0203]`"""
     if row.value is None:
         return "–"
-    text = units.signed(row.value)
+    form = units.within(units.signed, row.low, row.high)
     if row.low is None or row.high is None:
-        return text
-    return units.interval(text, units.signed(row.low), units.signed(row.high))
+        return form(row.value)
+    return units.interval(form(row.value), form(row.low), form(row.high))
 
 
 def bytes_text(member: Candidate, group: Group) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,16 +23,18 @@ from rich.console import Console
 
 from kvbench.report import units
 from kvbench.report.__main__ import main
+from kvbench.report.candidates import groups_of
 from kvbench.report.curves import memory_context, tpot_context
 from kvbench.report.findings import find_all, remarks
 from kvbench.report.heatmap import needle_maps
 from kvbench.report.lines import baseline_of, lines_of
 from kvbench.report.names import config_of, display_name, labels, rows_of
+from kvbench.report.overview import overview
 from kvbench.report.panels import styled
 from kvbench.report.pareto import perplexity_bytes
 from kvbench.report.plots import draw_all
 from kvbench.report.style import PALETTE, styles
-from kvbench.report.table import Table
+from kvbench.report.table import Table, to_latex
 from kvbench.report.tables import build_tables, terminal_table
 from kvbench.results import Row, RunFolder, frame_of
 from kvbench.rows import GRAPH
@@ -232,6 +235,19 @@ def test_terminal_table_fits_without_cutting_a_number(made: list[Row], width: in
         for shown in found.columns:
             if found.terminal and not shown.left and shown.rank == 0:
                 assert {word for cell in shown.compact for word in cell.split()} <= words
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX on this machine")
+def test_latex_compiles_and_no_table_is_wider_than_the_page(tmp_path: Path) -> None:
+    found = [*build_tables([*sweep(), OOM]), overview(groups_of(rows()))]
+    odd = replace(table(rows(), "memory"), name="odd", title="50% & $x_1 ~ #\\{}^ <a>", caption=["±", "Δ–†"])
+    body = "\n".join(to_latex(one) for one in [*found, odd] if one is not None)
+    packages = r"\documentclass{article}\usepackage{booktabs,graphicx}\begin{document}"
+    (tmp_path / "all.tex").write_text(rf"{packages}{body}\end{{document}}", encoding="utf-8")
+    done = subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"], cwd=tmp_path,
+                          capture_output=True, text=True, errors="replace", check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "Overfull" not in done.stdout
 
 
 def test_terminal_table_of_nothing_and_of_failures_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 from kvbench.report.budgets import perplexity_budget
 from kvbench.report.curves import memory_context, tpot_context
 from kvbench.report.differences import window_differences
+from kvbench.report.lines import lines_of
 from kvbench.report.names import display_name
 from kvbench.report.page import write_report
 from kvbench.report.panels import styled
+from kvbench.report.pareto import bounds_of, perplexity_bytes
 from kvbench.report.plots import draw_all
 from kvbench.report.positions import kl_position
 from kvbench.report.quality import pareto_front, quality_bytes
@@ -145,6 +148,26 @@ def test_where_colours_repeat_the_markers_differ() -> None:
     found = styles(["full", *(f"method_{i}" for i in range(24))])
     looks = [(style.colour, style.marker, style.hollow) for style in found.values()]
     assert len(set(looks)) == len(looks)
+
+
+def test_a_perplexity_carries_the_interval_of_its_paired_difference() -> None:
+    made = rows(METHODS[:4], ["perplexity"])
+    for line in lines_of(made, "perplexity"):
+        low, high = bounds_of(line)
+        value = line.value("ppl") or 0
+        reach = 0.0 if line.baseline else 0.01
+        assert (low, high) == pytest.approx((value * math.exp(-reach), value * math.exp(reach)))
+    unpaired = [row for row in made if row.metric == "ppl"]
+    assert bounds_of(lines_of(unpaired, "perplexity")[1]) == pytest.approx((22.312 * 0.96, 22.312 * 1.05))
+
+
+def test_many_names_stand_in_a_legend_and_all_panels_share_their_bytes() -> None:
+    made = [(f"method_{i}", "dense", {"budget": 64.0}, 22.4 + i, 0.1 + i / 30) for i in range(20)]
+    figure = perplexity_bytes(rows([METHODS[0], *made]))
+    assert figure is not None and len(figure.legends[0].get_texts()) == 21 and not figure.axes[0].texts
+    figure = quality_bytes(rows())
+    assert figure is not None
+    assert len({tuple(np.round(axes.get_xlim(), 6)) for axes in figure.axes}) == 1
 
 
 def test_the_front_holds_what_nothing_beats_in_both() -> None:

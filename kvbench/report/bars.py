@@ -19,6 +19,7 @@ PARTS = {
     "positions": "#117733", "state": "#CC79A7",
 }  # fmt: skip
 OTHER = "#D0D0D0"
+MOST_WIDE = 26  # bars with air about them; more are set closer, so that they fit a page
 
 
 def tpot(groups: dict[str, list[Drawn]], looks: Looks) -> Figure:
@@ -29,7 +30,7 @@ def tpot(groups: dict[str, list[Drawn]], looks: Looks) -> Figure:
         for y, drawn in enumerate(members):
             p50 = drawn.line.value("tpot_p50_ms") or 0
             p90 = drawn.line.value("tpot_p90_ms") or p50
-            axes.barh(y, p50, height=0.62, color=looks[drawn.name].colour)
+            axes.barh(y, p50, height=0.62, **looks[drawn.name].bar())
             axes.plot([p50, p90], [y, y], color=FAINT, linewidth=1.2)
             axes.plot([p90], [y], marker="|", color=FAINT, markersize=6)
             number(axes, max(p50, p90), y, units.significant(p50))
@@ -71,7 +72,7 @@ def memory(groups: dict[str, list[Drawn]], size: float, unit: str) -> Figure:
 
 def figure_of(groups: dict[str, list[Drawn]], frame: float) -> tuple[Figure, list[Axes]]:
     most = max(map(len, groups.values()))
-    return panels.figure_of(len(groups), frame + 0.26 * most, columns=1)
+    return panels.figure_of(len(groups), frame + most * (0.26 if most <= MOST_WIDE else 0.18), columns=1)
 
 
 def prepare(axes: Axes, title: str, members: Sequence[Drawn]) -> None:

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from kvbench.report import panels
 from kvbench.report.lines import lines_of
 from kvbench.report.panels import Drawn
+from kvbench.report.pareto import bounds_of
 from kvbench.report.style import FAINT, Looks, styles
 from kvbench.rows import Row
 
@@ -58,7 +59,7 @@ def _panel(axes: Axes, members: Sequence[Drawn], looks: Looks, entries: dict[str
         row = drawn.line.get("ppl")
         if row is None or row.value is None or row.budget is None or drawn.name not in swept:
             continue
-        low, high = row.low or row.value, row.high or row.value
+        low, high = bounds_of(drawn.line)
         curves.setdefault(drawn.name, []).append((row.budget, row.value, low, high))
         budgets.add(row.budget)
         bounds += [low, high]

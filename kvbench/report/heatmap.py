@@ -13,12 +13,13 @@ from matplotlib.patches import Rectangle
 from kvbench.report import panels
 from kvbench.report.lines import Line, lines_of
 from kvbench.report.needle import Hits, Place, hits_of, uninformative
-from kvbench.report.panels import Drawn
+from kvbench.report.panels import LONGEST, Drawn
 from kvbench.report.style import FAINT, INK, WIDTH, Looks
 from kvbench.results import Row
 
 COLOURS = "cividis"  # lightness rises evenly, and looks the same to colour-blind readers
 GREY = "#DDDDDD"
+MOST_LINES = 30  # methods under each other; more stand in two columns, so that they fit a page
 GROUPS = ("model", "question", "dataset", "dtype", "device", "batch")
 
 
@@ -35,7 +36,8 @@ def needle_maps(rows: Sequence[Row], looks: Looks | None = None) -> Figure | Non
     lengths, depths = _axes_of(lines)
     height = _one_height if len(lengths) == 1 else _panel_height
     heights = [height(len(members), len(lengths), len(depths)) for members in groups.values()]
-    figure = plt.figure(figsize=(WIDTH if len(lengths) > 1 else WIDTH * 0.8, sum(heights)))
+    narrow = len(lengths) == 1 and max(map(len, groups.values())) <= MOST_LINES
+    figure = plt.figure(figsize=(WIDTH * 0.8 if narrow else WIDTH, sum(heights)))
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (title, members) in zip(parts, groups.items(), strict=True):
         if title:
@@ -62,7 +64,11 @@ def _panel_height(methods: int, lengths: int, depths: int) -> float:
 
 
 def _one_height(methods: int, lengths: int, depths: int) -> float:
-    return 0.95 + 0.26 * methods
+    return 0.95 + 0.26 * math.ceil(methods / _one_columns(methods))
+
+
+def _one_columns(methods: int) -> int:
+    return 1 if methods <= MOST_LINES else 2
 
 
 def _panels(
@@ -102,14 +108,19 @@ def _one_panel(
     failing: dict[int, set[Place]],
 ) -> None:
     (length,) = lengths
-    axes = figure.subplots()
-    lines = [drawn.line for drawn in members]
-    table = [[hits_of(line).get((length, depth)) for depth in depths] for line in lines]
-    _map(axes, table, [[(length, depth) in failing[id(line)] for depth in depths] for line in lines])
-    axes.set_xticks(range(len(depths)), [_share(depth) for depth in depths])
-    axes.set_yticks(range(len(members)), [panels.shortened(drawn.label) for drawn in members])
-    axes.set_xlabel(f"depth of the needle in {panels.tokens(lengths)[0]} tokens")
-    _scale(figure, [axes], any(failing[id(line)] for line in lines))
+    columns = _one_columns(len(members))
+    rows = math.ceil(len(members) / columns)
+    grid = figure.subplots(1, columns, squeeze=False)[0]
+    for index, axes in enumerate(grid):
+        here = members[index * rows : (index + 1) * rows]
+        lines = [drawn.line for drawn in here]
+        table = [[hits_of(line).get((length, depth)) for depth in depths] for line in lines]
+        _map(axes, table, [[(length, depth) in failing[id(line)] for depth in depths] for line in lines])
+        axes.set_ylim(rows - 0.5, -0.5)
+        axes.set_xticks(range(len(depths)), [_share(depth) for depth in depths])
+        axes.set_yticks(range(len(here)), [panels.shortened(drawn.label, LONGEST // columns) for drawn in here])
+    figure.supxlabel(f"depth of the needle in {panels.tokens(lengths)[0]} tokens", fontsize=9)
+    _scale(figure, list(grid), any(failing[id(drawn.line)] for drawn in members))
 
 
 def _map(axes: Axes, table: Sequence[Sequence[Hits | None]], bad: Sequence[Sequence[bool]]) -> None:
@@ -139,7 +150,7 @@ def _map(axes: Axes, table: Sequence[Sequence[Hits | None]], bad: Sequence[Seque
 
 
 def _scale(figure: SubFigure, axes: list[Axes], hatched: bool) -> None:
-    bar = figure.colorbar(axes[0].images[0], ax=axes, shrink=0.9, aspect=25, pad=0.02)
+    bar = figure.colorbar(axes[0].images[0], ax=axes, shrink=0.9, fraction=0.035, aspect=40, pad=0.02)
     bar.set_label("hit rate")
     bar.outline.set_visible(False)
     if hatched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvbench.report.commands import Recorded, command_of
 from kvbench.report.findings import Finding
 from kvbench.report.markdown import NO_WARNINGS, READING, machine
 from kvbench.report.plots import Plot
-from kvbench.report.table import Column, Table, to_csv, to_latex, to_markdown
+from kvbench.report.table import INTERVAL, Column, Table, to_csv, to_latex, to_markdown
 from kvbench.report.verdict import Advice, advised
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 OPEN_LINES = 3  # warnings of one kind that stand open
 MOST_LINES = 200  # warnings of one kind that are written out
 LARGEST_FILE = 300_000  # bytes of a table that the page carries for saving; larger ones stay beside it
-INTERVAL = re.compile(r"^(.+?) (\[.+\])$")
 
 
 @dataclass(frozen=True)

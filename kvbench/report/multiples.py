@@ -86,6 +86,7 @@ def _scale(axes: Axes, values: Sequence[float], *, logarithmic: bool, zero: bool
         axes.axhline(0, color=FAINT, linewidth=0.7, zorder=2)
     axes.tick_params(labelsize=7)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter(plain_number)
 
 
 def _contexts(axes: Axes, ticks: Sequence[int], columns: int) -> None:

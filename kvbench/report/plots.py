@@ -55,8 +55,8 @@ class Plot:
 PLOTS: tuple[tuple[str, Draw, str, str], ...] = (
     (
         "perplexity_bytes", perplexity_bytes, "Perplexity against bytes",
-        "Perplexity, with its interval, against the bytes that the cache holds; dashed: the full cache; "
-        "grey steps: the Pareto front",
+        "Perplexity against the bytes that the cache holds; bars: 95% interval of the paired difference from the full "
+        "cache (dashed); grey steps: the Pareto front",
     ),
     (
         "quality_bytes", quality_bytes, "Quality against bytes",
@@ -64,7 +64,8 @@ PLOTS: tuple[tuple[str, Draw, str, str], ...] = (
     ),
     (
         "perplexity_budget", perplexity_budget, "Perplexity against budget",
-        "Perplexity, with its interval, against the tokens kept per KV head; dashed: the full cache",
+        "Perplexity against the tokens kept per KV head; bars: 95% interval of the paired difference from the full "
+        "cache (dashed)",
     ),
     (
         "needle", needle_maps, "Needle in a haystack",

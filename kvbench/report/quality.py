@@ -48,12 +48,14 @@ def quality_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure | N
             spots = _spots(group, metric)
             if len({spot.name for spot in spots}) > 1:
                 found.append((metric, label, good, title, spots))
+    columns = max((sum(title == other for *_, other, _ in found) for *_, title, _ in found), default=0)
     if len({metric for metric, *_ in found}) < 2:
         return None
     looks = looks or styles(spot.name for *_, spots in found for spot in spots)
-    figure, axes_list = panels.figure_of(len(found), 2.5)
+    columns = columns if len(found) > columns > 2 else 2  # of several settings each has a row
+    figure, axes_list = panels.figure_of(len(found), 2.5 if columns == 2 else 2.1, columns)
     for axes, (metric, label, good, title, spots) in zip(axes_list, found, strict=True):
-        axes.set_title(panels.fitted(title, panels.width(len(found))))
+        axes.set_title(panels.fitted(title, panels.width(len(found), columns)))
         _panel(axes, spots, looks, good, logarithmic=metric == "kl")
         axes.set_ylabel(label)
     names = list(dict.fromkeys(spot.name for *_, spots in found for spot in spots))
@@ -79,19 +81,19 @@ def _spot(member: Candidate, metric: str) -> Spot | None:
 
 def _panel(axes: Axes, spots: Sequence[Spot], looks: Looks, good: str, *, logarithmic: bool) -> None:
     size, unit = units.byte_unit([spot.held for spot in spots])
+    every = [spot.held / size for spot in spots]  # the same axis in every panel, whoever has no place in this one
     values = [spot.value for spot in spots if spot.value > 0]
     logarithmic = logarithmic and bool(values)  # while all are zero, equal to the full cache, a line will do
     if logarithmic:  # what is not above zero has no place on it, the full cache least of all
         spots = [spot for spot in spots if spot.value > 0]
-    held = [spot.held / size for spot in spots]
-    if max(held) / min(held) > 3:
-        panels.plain_log(axes, "x", held)
+    if max(every) / min(every) > 3:
+        panels.plain_log(axes, "x", every, most=6)
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(plain_number)
         axes.minorticks_off()
     elif good == "low" and values and max(values) > STEEP:
-        symmetric_log(axes, values, 0.01)
+        symmetric_log(axes, [bound for spot in spots for bound in (spot.low, spot.value, spot.high)], 0.01)
     for name in dict.fromkeys(spot.name for spot in spots):
         members = sorted((spot for spot in spots if spot.name == name), key=lambda spot: spot.held)
         look = looks[name]
@@ -106,6 +108,8 @@ def _panel(axes: Axes, spots: Sequence[Spot], looks: Looks, good: str, *, logari
         axes.set_ylim(top=1.04)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     axes.margins(0.1)
+    axes.update_datalim([(held, axes.dataLim.y0) for held in (min(every), max(every))], updatey=False)
+    axes.autoscale_view()
     axes.set_xlabel(f"held, {unit} per sequence")
     axes.axhline(1 if good == "high" else 0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
 

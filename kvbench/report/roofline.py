@@ -38,7 +38,7 @@ def _panel(axes: Axes, title: str, members: Sequence[Drawn], looks: Looks) -> No
     bars.prepare(axes, title, members)
     for y, drawn in enumerate(members):
         share = drawn.line.value(METRIC) or 0
-        axes.barh(y, 100 * share, height=0.62, color=looks[drawn.name].colour)
+        axes.barh(y, 100 * share, height=0.62, **looks[drawn.name].bar())
         bars.number(axes, 100 * share, y, units.percent(share))
     axes.axvline(100, color=INK, linewidth=0.7)
     bars.finish(axes, f"share of the memory's bandwidth, %, at {bars.context_of(members)}")

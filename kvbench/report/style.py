@@ -48,6 +48,13 @@ class Style:
         return look | {"markerfacecolor": face, "markeredgecolor": self.colour, "markeredgewidth": 1.2}
 
 
+    def bar(self) -> dict[str, Any]:
+        """Keyword arguments for `Axes.barh`: hatched where the marker is hollow."""
+        if not self.hollow:
+            return {"color": self.colour}
+        return {"facecolor": "white", "edgecolor": self.colour, "hatch": "/////", "linewidth": 1}
+
+
 Looks = dict[str, Style]  # by display name
 
 

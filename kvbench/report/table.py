@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 
 from kvbench.rows import Row
 
+INTERVAL = re.compile(r"^(.+?) (\[.+\])$")  # a cell with one: the number, and the interval
 GAP = 2  # characters between two columns in a terminal
 
 
@@ -121,18 +123,29 @@ def to_parquet(table: Table) -> bytes:
 
 
 def to_latex(table: Table) -> str:
-    """A `table` environment in booktabs rules, the best of a column in bold; \\usepackage{booktabs} is all it needs."""
-    spec = "".join("l" if column.left else "r" for column in table.columns)
-    lines = [" & ".join(_latex(column.header) for column in table.columns) + r" \\", r"\midrule"]
-    for index in range(table.height):
-        cells = [_latex(column.full[index]) for column in table.columns]
-        bold = [index in column.best for column in table.columns]
-        cells = [rf"\textbf{{{cell}}}" if strong else cell for cell, strong in zip(cells, bold, strict=True)]
-        lines.append(" & ".join(cells) + r" \\")
+    """A `table` environment in booktabs rules, the best of a column in bold, no wider than the text.
+
+    It needs \\usepackage{booktabs,graphicx}. Columns that give way on a narrow page are left to the CSV.
+    """
+    columns = [column for column in table.columns if column.rank < 2]
+    spec = "".join("l" if column.left else "r" for column in columns)
+    lines = [" & ".join(_latex(column.header) for column in columns) + r" \\", r"\midrule"]
+    lines += [" & ".join(_latex_cell(column, index) for column in columns) + r" \\" for index in range(table.height)]
     caption = ". ".join([table.title, ", ".join(table.caption)]).rstrip(". ") + "."
-    head = [r"\begin{table}", r"\centering", rf"\caption{{{_latex(caption)}}}", rf"\label{{tab:{table.name}}}"]
-    body = [rf"\begin{{tabular}}{{{spec}}}", r"\toprule", *lines, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([*head, *body, r"\end{table}"]) + "\n"
+    return "\n".join([
+        r"\begin{table}", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+        rf"\caption{{{_latex(caption)}}}", rf"\label{{tab:{table.name}}}",
+        rf"\sbox0{{\begin{{tabular}}{{{spec}}}", r"\toprule", *lines, r"\bottomrule", r"\end{tabular}}%",
+        r"\ifdim\wd0>\textwidth\resizebox{\textwidth}{!}{\usebox0}\else\usebox0\fi", r"\end{table}",
+    ]) + "\n"  # fmt: skip
+
+
+def _latex_cell(column: Column, index: int) -> str:
+    """The number, bold where it is the best, its interval in small print."""
+    found = INTERVAL.match(column.full[index])
+    number, interval = found.groups() if found and not column.left else (column.full[index], "")
+    text = rf"\textbf{{{_latex(number)}}}" if index in column.best else _latex(number)
+    return rf"{text} {{\tiny {_latex(interval)}}}" if interval else text
 
 
 LATEX = {

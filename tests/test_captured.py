@@ -182,17 +182,21 @@ def test_a_replay_is_the_eager_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["h2o", "h2o filling", "streaming", "kivi4", "random"])
 def test_capture_after_steps_of_several_tokens(name: str) -> None:
-    """A question of 5 tokens leaves several free slots behind; what follows is captured."""
+    check_capture_after_a_question(MODEL, METHODS[name])
+
+
+def check_capture_after_a_question(model: PreTrainedModel, method: Method) -> None:
+    """Steps of up to 5 tokens leave several free slots behind; what follows is captured."""
     prompt, tokens = random_ids(1, 60, seed=1), random_ids(1, 38, seed=2)
-    caches = pair(MODEL, METHODS[name], prompt, 38, q=5)
+    caches = pair(model, method, prompt, 38, q=5)
     for cache in caches:
         for at in (0, 5, 8):
-            step(MODEL, tokens[:, at : at + (3 if at == 5 else 5)], cache)
+            step(model, tokens[:, at : at + (3 if at == 5 else 5)], cache)
     eager, captured = caches
-    decoder = replaying(MODEL, captured)
+    decoder = replaying(model, captured)
     for i in range(13, 38):
         token = tokens[:, i : i + 1]
-        torch.testing.assert_close(decoder.feed(token), step(MODEL, token, eager), atol=1e-9, rtol=0)
+        torch.testing.assert_close(decoder.feed(token), step(model, token, eager), atol=1e-9, rtol=0)
     check_equal(eager, captured)
 
 

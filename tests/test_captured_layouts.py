@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.cache.build import Method
+from kvbench.cache.build import Method, build_cache
 from kvbench.cache.paged import PagedStore
+from kvbench.cache.prefix import PrefixPool, blocks_needed
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
+from kvbench.decode import step
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
@@ -17,8 +19,16 @@ from kvbench.methods.per_token import PerToken
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
-from tests.families import tiny
-from tests.test_captured import MODEL, R, check_break_leaves_no_trace, check_no_step_waits, check_replays
+from tests.families import random_ids, tiny
+from tests.test_captured import (
+    MODEL,
+    R,
+    check_break_leaves_no_trace,
+    check_capture_after_a_question,
+    check_no_step_waits,
+    check_replays,
+    replaying,
+)
 from tests.test_mla import deepseek
 
 LATENTS: dict[str, tuple[KeepRule, Store]] = {
@@ -69,16 +79,35 @@ def test_blocks_of_a_pool(name: str) -> None:
     check_no_step_waits(MODEL, Method(name, *IN_BLOCKS[name]))
 
 
+@pytest.mark.parametrize("name", ["appending", "holding", "full", "h2o filling"])
+def test_blocks_of_a_pool_after_a_question(name: str) -> None:
+    check_capture_after_a_question(MODEL, Method(name, *IN_BLOCKS[name]))
+
+
+def test_blocks_that_are_copied_between_replays() -> None:
+    """Three sequences share a prompt's blocks and decode in turns, each by its own tape."""
+    ids, tokens, paged = random_ids(1, 62), random_ids(3, 20, seed=2), Method("full", Full(), PagedStore())
+    pool = PrefixPool(MODEL, paged, blocks_needed([ids] * 3, 20))
+    decoders = [replaying(MODEL, pool.admit(MODEL, paged, ids, 20)) for _ in tokens]
+    alone = [build_cache(MODEL, Method("full", Full(), DenseStore()), ids, 20) for _ in tokens]
+    for i in range(20):
+        for row, (decoder, cache) in enumerate(zip(decoders, alone, strict=True)):
+            token = tokens[row : row + 1, i : i + 1]
+            torch.testing.assert_close(decoder.feed(token), step(MODEL, token, cache), atol=1e-9, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["holding", "h2o"])
 def test_a_step_in_blocks_that_breaks_off_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_break_leaves_no_trace(MODEL, Method(name, *IN_BLOCKS[name]), monkeypatch)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
-def test_hybrids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are written in place, in every step."""
-    model, method = tiny(name), Method("h2o", H2O(budget=40), DenseStore())
-    check_replays(model, method, atol=1e-4)
-    check_break_leaves_no_trace(model, method, monkeypatch, atol=1e-4)
+@pytest.mark.parametrize(
+    ("name", "dtype", "atol"), [("lfm2", torch.float64, 1e-9), ("qwen3-next", torch.float32, 1e-5)]
+)
+def test_hybrids(name: str, dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are written in place, in every step; linear attention and experts compute in float32 at most."""
+    model, method = tiny(name).to(dtype), Method("h2o", H2O(budget=40), DenseStore())
+    check_replays(model, method, atol)
+    check_break_leaves_no_trace(model, method, monkeypatch, atol)
     check_no_step_waits(model.to(torch.bfloat16), method)  # what experts are multiplied by wants them so

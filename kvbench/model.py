@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["LoadedModel", "ModelSpec", "describe", "end_tokens", "load_model", "load_tokenizer", "model_spec"]
 
 
+RANDOM_WEIGHTS = "random weights, for speed and memory only"
+
+
 @dataclass(frozen=True)
 class LoadedModel(ModelShape):
     """A model in eval mode without gradients, and what identifies it.
@@ -41,6 +44,12 @@ class LoadedModel(ModelShape):
     dtype: torch.dtype
     device: torch.device
     note: str | None
+
+    @property
+    def remark(self) -> str | None:
+        """What every row of this model must say; None where there is nothing unusual."""
+        weights = RANDOM_WEIGHTS if self.source == "random" else None
+        return "; ".join(filter(None, (weights, self.note, super().remark))) or None
 
 
 def end_tokens(loaded: LoadedModel) -> list[int]:

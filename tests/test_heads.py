@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.__main__ import main
 from kvbench.cache.account import held_bytes
@@ -65,6 +65,38 @@ def test_repeated_heads_give_the_same_logits_from_twice_the_cache(family: str) -
     (before, small), (after, large) = cached(model, ids), cached(more, ids)
     torch.testing.assert_close(after, before, atol=tolerance, rtol=0)
     assert large == 2 * small
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
+def test_one_kv_head_is_repeated_whatever_its_norm_spans(family: str) -> None:
+    """A norm a head and a norm over all heads are of one size where there is one KV head."""
+    model, ids = tiny(family, num_key_value_heads=1), random_ids(2, 24)
+    more, shape = resized(model, 4)
+    assert (shape.arch, shape.converted_from) == ("mha", 1)
+    tolerance = 1e-5 * float(logits(model, ids).abs().max())
+    torch.testing.assert_close(logits(more, ids), logits(model, ids), atol=tolerance, rtol=0)
+    assert cached(more, ids)[1] == 4 * cached(model, ids)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("doge", "it has yet other weights that go with a KV head"),
+        ("gpt_neox", "none of its layers says how many query heads share a KV head"),
+    ],
+)
+def test_families_that_cannot_be_converted_say_so(kind: str, why: str) -> None:
+    config = AutoConfig.for_model(kind, **{key: value for key, value in TINY.items() if key != "model_type"})
+    with pytest.raises(UserError, match=f"model.kv_heads=4 cannot be had from .*: {why}; leave"):
+        resized(AutoModelForCausalLM.from_config(config).eval(), 4)
+
+
+def test_repeated_heads_that_change_the_logits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a family whose query heads read KV heads in another order than Llama's."""
+    monkeypatch.setattr("kvbench.heads.resized_rows", lambda rows, resize, first: rows.repeat(2, 1).flip(0))
+    with pytest.raises(UserError, match="repeating its KV heads does not give the same logits"):
+        resized(random_llama(4, 2, 8, dtype=torch.float32), 4)
 
 
 @pytest.mark.engine
@@ -137,7 +169,7 @@ def test_weights_of_another_layout_are_refused_by_family_and_left_alone() -> Non
 
 def test_the_same_number_is_no_conversion() -> None:
     loaded = load_model(model_spec({"random": TINY, "kv_heads": 2, "device": "cpu"}))
-    assert not loaded.converted and loaded.remark is None
+    assert not loaded.converted and loaded.remark == "random weights, for speed and memory only"
     shape = replace(describe(model_spec({"random": TINY, "kv_heads": 4})), sliding_layers=1)
     assert shape.remark == (
         "KV heads 2 -> 4 by repeating them: same logits; "

@@ -155,9 +155,11 @@ def _warm_up(bench: Bench, entry: Entry, ids: Tensor) -> None:
 @dataclass(frozen=True)
 class Sizes:
     """What a full cache holds: of each of the `seen` tokens `growing` numbers, in the layers that the model's own
-    window bounds `bounded` in all, of `itemsize` bytes each; and `state` numbers of states in `state_bytes`."""
+    window bounds `bounded` in all, of `itemsize` bytes each; and `state` numbers of states in `state_bytes`.
+    `layers` have keys and values."""
 
     seen: int
+    layers: int
     growing: int
     bounded: int
     itemsize: int
@@ -170,7 +172,7 @@ class Sizes:
         growing = sum(numbers for numbers, window in windows if window is None)
         bounded = sum(numbers * min(seen, window - 1) for numbers, window in windows if window is not None)
         tensors = [tensor for state in record.states for tensor in state.tensors()]
-        return cls(seen, growing, bounded, record.layers[0].key.element_size(),
+        return cls(seen, len(windows), growing, bounded, record.layers[0].key.element_size(),
                    sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors))  # fmt: skip
 
     @property
@@ -189,6 +191,8 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
         *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
         ("engaged", float(cache.has_compressed), "share"), ("kept_tokens", cache.kept_tokens, "tokens"),
         ("positions_processed", cache.positions_processed, "positions"),
+        ("bytes_per_token", held.held / sizes.seen, "bytes"),
+        ("bytes_per_token_layer", held.held / sizes.seen / sizes.layers, "bytes"),
     ]  # fmt: skip
     if held.used:
         kept = sizes.growing * cache.kept_tokens + sizes.bounded + sizes.state

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvbench.report import units
 from kvbench.report.architecture import advise_architecture
 from kvbench.report.candidates import Candidate, Group
+from kvbench.report.names import TRAINED, weights_of
 from kvbench.report.verdict import Advice, bytes_text, hits_text, losses, name_list, numbers_of, unproven
 
 EXTREME = 8.0  # times less than the full cache: what "extreme" means here
@@ -34,7 +35,8 @@ class Scenario:
 
 def advise(groups: Sequence[Group]) -> list[Advice]:
     """Every scenario for every group of methods that were measured together, the architectures last."""
-    found = [_advise(scenario, group) for group in groups if not group.row.converted for scenario in SCENARIOS]
+    found = [_advise(scenario, group) for group in groups if weights_of(group.row) == TRAINED
+             for scenario in SCENARIOS]  # fmt: skip
     return [*found, advise_architecture(groups)] if groups else []
 
 

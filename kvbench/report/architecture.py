@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvbench.report import units
 from kvbench.report.candidates import Group
 from kvbench.report.columns import short_model
+from kvbench.report.names import TRAINED, layout_of, weights_of
 from kvbench.report.verdict import Advice
 from kvbench.rows import Row
 
@@ -14,17 +15,17 @@ from kvbench.rows import Row
 def advise_architecture(groups: Sequence[Group]) -> Advice:
     """The architecture whose full cache is smallest per token, of those whose perplexity is not worse beyond intervals.
 
-    Models converted to fewer heads are left out: they measure bytes, not what training with those heads gives.
+    Models converted to other heads, or with random weights, are left out: they measure bytes, not what training with
+    those heads gives.
     """
     advice = Advice(
         "architecture", "Choosing an architecture", "the least memory a token among models of equal quality", groups[0]
     )
-    own = [group for group in groups if not group.row.converted and _per_token(group) is not None]
-    if len(own) < len(groups):
-        left = sum(bool(group.row.converted) for group in groups)
-        if left:
-            models = f"{left} converted model{'s' * (left > 1)}"
-            advice.limits.append(f"{models} left out: none was trained with those heads")
+    own = [group for group in groups if weights_of(group.row) == TRAINED and _per_token(group) is not None]
+    left = sum(weights_of(group.row) != TRAINED for group in groups)
+    if left:
+        models = f"{left} model{'s' * (left > 1)} converted or with random weights"
+        advice.limits.append(f"{models} left out: none was trained with those heads")
     own.sort(key=lambda group: _per_token(group) or 0)
     names = [group.row.model for group in groups]
     advice.reasons += [_told(group, names) for group in own]
@@ -48,7 +49,8 @@ def advise_architecture(groups: Sequence[Group]) -> Advice:
 
 
 def _name(group: Group, models: Sequence[str | None]) -> str:
-    return f"{group.row.arch} ({short_model(group.row.model, models)})"
+    layout = layout_of(group.row)
+    return f"{group.row.arch}{f' {layout}' if layout else ''} ({short_model(group.row.model, models)})"
 
 
 def _told(group: Group, models: Sequence[str | None]) -> str:
@@ -64,7 +66,8 @@ def _per_token(group: Group) -> float | None:
     held = base.numbers.get("held_bytes") if base is not None else None
     if base is None or base.held is None or held is None or not held.context:
         return None
-    return base.held / held.context
+    measured = base.value("bytes_per_token")
+    return base.held / held.context if measured is None else measured
 
 
 def _ppl(group: Group) -> Row | None:

@@ -8,15 +8,20 @@ from typing import Any
 
 from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import Line, lines_of
-from kvbench.report.names import Config, config_of, display_name, is_baseline, labels
+from kvbench.report.names import Config, config_of, display_name, is_baseline, labels, layout_of
 from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.traits import Traits, measured_bounded, traits_of
 from kvbench.rows import Row
 
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
+PER_TOKEN = ("bytes_per_token", "bytes_per_token_layer")
 PROTOCOL = "prefill_decode"  # where a measure has several, the one that compresses a prompt and decodes after it
-# What must agree before one method's numbers are held against another's.
 GROUP = ("model", "kv_heads", "converted", "dtype", "device")
+
+
+def group_key(row: Row) -> tuple[Any, ...]:
+    """What must agree before one method's numbers are held against another's: GROUP, and under MLA the layout."""
+    return *(getattr(row, name) for name in GROUP), layout_of(row)
 
 
 @dataclass
@@ -69,7 +74,7 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
     settings: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.method is not None:
-            settings.setdefault(tuple(getattr(row, name) for name in GROUP), []).append(row)
+            settings.setdefault(group_key(row), []).append(row)
     return [_group(own, names) for own in settings.values()]
 
 
@@ -79,7 +84,9 @@ def setting_of(group: Group, groups: Sequence[Group]) -> str:
     differing = {name for name in GROUP if len({getattr(other, name) for other in rows}) > 1}
     same_model = [other for other in rows if other.model == row.model]
     told = [short_model(row.model, [other.model for other in rows])] if "model" in differing else []
-    if len({other.kv_heads for other in same_model}) > 1:
+    if len({layout_of(other) for other in same_model}) > 1:
+        told.append(f"mla {layout_of(row)}")
+    elif len({other.kv_heads for other in same_model}) > 1:
         told.append(heads_text(row.kv_heads))
     elif len({other.converted for other in same_model}) > 1:
         told.append("converted" if row.converted else "as trained")
@@ -99,7 +106,7 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
     # Bytes of the memory measure go before those that the perplexity run counted on its way, unless it was run for
     # fewer of the methods.
     counted = sum("held_bytes" in candidate.numbers for candidate in found.values())
-    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes"), fewest=counted)
+    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes", *PER_TOKEN), fewest=counted)
     if counted:
         group.contexts.setdefault("memory", group.contexts["perplexity"])
     _take(group, found, rows, "latency", ("tpot_p50_ms", "bandwidth_share", "steady"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvbench.report import units
-from kvbench.report.lines import SETTING, Line
+from kvbench.report.lines import Line, setting
 from kvbench.report.names import IDENTITY, config_of, display_name, knob_text, varying_json, varying_knobs
 from kvbench.report.table import Column, text_column
 from kvbench.rows import KINDS, KNOBS, Row
@@ -141,8 +141,7 @@ def best_of(lines: Sequence[Line], headline: Headline) -> frozenset[int]:
     for index, line in enumerate(lines):
         row = line.get(headline.metric)
         if row is not None and row.value is not None and not line.baseline:
-            setting = tuple(getattr(line.row, name) for name in (*SETTING, "context"))
-            groups.setdefault(setting, []).append((*_reach(row, headline), index))
+            groups.setdefault((*setting(line.row), line.row.context), []).append((*_reach(row, headline), index))
     found = set()
     for members in groups.values():
         # By the far end of the interval: only the least of these can lie beyond all others.

@@ -9,7 +9,16 @@ from typing import Any
 from kvbench.report import units
 from kvbench.report.columns import heads_text
 from kvbench.report.lines import baseline_of, lines_of
-from kvbench.report.names import Config, config_of, is_baseline, labels
+from kvbench.report.names import (
+    POOLED,
+    RANDOM,
+    Config,
+    config_of,
+    is_baseline,
+    labels,
+    layout_of,
+    weights_of,
+)
 from kvbench.report.needle import hits_of, uninformative
 from kvbench.results import Row
 from kvbench.rows import GRAPH
@@ -42,7 +51,7 @@ def find_all(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None =
         *_together(_unsteady(rows), names),
         *_eager_beside_captured(rows, names),
         *_missing(rows, names),
-        *_converted(rows),
+        *_untrained(rows),
         *_notes(rows, names),
     ]
     return list(dict.fromkeys(found))
@@ -176,7 +185,7 @@ def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Findi
     for row in rows:
         if row.method is None or row.measure is None:
             continue
-        setting = (row.model, row.kv_heads, row.dtype, row.device)
+        setting = (row.model, row.kv_heads, layout_of(row), row.dtype, row.device)
         if row.status == "ok":
             everyone.setdefault(setting, set()).add(config_of(row))
         if row.context is not None:
@@ -189,12 +198,15 @@ def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Findi
             yield Finding("missing", f"{place[-2]} at context {place[-1]:,}: not measured: {_listed(sorted(absent))}")
 
 
-def _converted(rows: Iterable[Row]) -> Iterable[Finding]:
-    """Heads that were repeated give the same logits; heads that were pooled do not, and their rows say so."""
-    lossy = (row for row in rows if row.converted and "same logits" not in (row.note or ""))
-    for model in dict.fromkeys((row.model, row.kv_heads) for row in lossy):
-        yield Finding("not lossless", f"{model[0]} was converted to {heads_text(model[1])}: its bytes and times stand "
-                      "for such a model, its quality does not")  # fmt: skip
+def _untrained(rows: Iterable[Row]) -> Iterable[Finding]:
+    """Heads that were repeated give the same logits; heads that were pooled do not, and random weights say nothing."""
+    for model, heads, weights in dict.fromkeys((row.model, row.kv_heads, weights_of(row)) for row in rows):
+        if weights == POOLED:
+            yield Finding("not lossless", f"{model} was converted to {heads_text(heads)}: its bytes and times stand "
+                          "for such a model, its quality does not")  # fmt: skip
+        elif weights == RANDOM:
+            told = f"{model}: its bytes and times stand for a model of its shape, its quality for nothing"
+            yield Finding("random weights", told)
 
 
 def _notes(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:

@@ -89,7 +89,7 @@ def _by_kind(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 
 def _by_setting(advice: Sequence[Advice]) -> list[tuple[str, list[Advice]]]:
-    """Advice under the name of its model, which is empty where there is only one."""
+    """Advice under the name of its setting, which is empty where there is only one."""
     groups = advised(advice)
     settings: dict[str, list[Advice]] = {}
     for one in advice:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.report.names import IDENTITY, config_of, display_name, is_baseline
+from kvbench.report.names import IDENTITY, config_of, display_name, is_baseline, layout_of
 from kvbench.results import KNOBS, Row
 
 Cell = tuple[str, int | None, float | None]  # metric, context, depth
@@ -105,13 +105,13 @@ def _key(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
 
 def _ordered(lines: list[Line]) -> list[Line]:
     models = list(dict.fromkeys(line.row.model for line in lines))
-    settings = list(dict.fromkeys(_setting(line.row) for line in lines))
+    settings = list(dict.fromkeys(setting(line.row) for line in lines))
     names = list(dict.fromkeys(line.name for line in lines))
     return sorted(
         lines,
         key=lambda line: (
             models.index(line.row.model),
-            settings.index(_setting(line.row)),
+            settings.index(setting(line.row)),
             -1 if line.row.context is None else line.row.context,
             not line.baseline,
             names.index(line.name),
@@ -120,14 +120,15 @@ def _ordered(lines: list[Line]) -> list[Line]:
     )
 
 
-def _setting(row: Row) -> tuple[Any, ...]:
-    return _key(row, SETTING)
+def setting(row: Row) -> tuple[Any, ...]:
+    """What a method and its baseline have in common: SETTING and the architecture."""
+    return (*_key(row, SETTING), row.kv_heads, layout_of(row))
 
 
 def baseline_of(line: Line, lines: Iterable[Line], *, by_context: bool = True) -> Line | None:
     """The uncompressed line measured in the same setting (at the same context); None if there is none."""
-    setting, context = _setting(line.row), line.row.context
-    partners = [other for other in lines if other.baseline and _setting(other.row) == setting]
+    own, context = setting(line.row), line.row.context
+    partners = [other for other in lines if other.baseline and setting(other.row) == own]
     partners = [other for other in partners if not by_context or other.row.context == context]
     wanted = _key(line.row, PREFERRED)
     shared = [sum(map(operator.eq, _key(other.row, PREFERRED), wanted)) for other in partners]

@@ -18,6 +18,7 @@ IDENTITY = (
 )  # fmt: skip
 Config = tuple[Any, ...]  # values of KNOBS
 HUGE = 1e100  # what is not below it, nan included, counts as undefined
+TRAINED, REPEATED, POOLED, RANDOM = "trained", "heads repeated", "heads mean-pooled", "random"
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
@@ -45,6 +46,22 @@ def config_of(row: Row) -> Config:
 def is_baseline(row: Row) -> bool:
     """True for the uncompressed cache that everything is held against."""
     return row.method == "full" and row.store in (None, "full", "dense")
+
+
+def layout_of(row: Row) -> str | None:
+    """What is cached of multi-head latent attention: absorbed, latent or expand; None for a model without it."""
+    layout = _object(row.knobs).get("mla")
+    return None if layout is None else str(layout)
+
+
+def weights_of(row: Row) -> str:
+    """TRAINED, REPEATED, POOLED or RANDOM: where a model's weights are from, as far as it bears on its quality."""
+    note = row.note or ""
+    if "random weights" in note:
+        return RANDOM
+    if not row.converted:
+        return TRAINED
+    return REPEATED if "same logits" in note else POOLED
 
 
 def display_name(row: Row) -> str:

@@ -10,7 +10,7 @@ from kvbench.report import units
 from kvbench.report.candidates import Candidate, Group
 from kvbench.report.columns import Headline, identity_columns, metric_columns, short_model
 from kvbench.report.lines import Cell, Line
-from kvbench.report.names import IDENTITY
+from kvbench.report.names import IDENTITY, layout_of, weights_of
 from kvbench.report.table import Column, Table, text_column
 from kvbench.rows import Row
 
@@ -28,18 +28,31 @@ HEADLINES = (
     Headline("times_less", "less", units.fixed(1, "x"), better="high", exact=True),
     Headline("tpot_p50_ms", "TPOT", units.plainly(units.significant, "ms"), better="low"),
 )
+# Beside them where architectures stand in one table: ΔNLL and KL are against each one's own full cache.
+ACROSS = (
+    Headline("ppl", "ppl", units.fixed(2)),
+    Headline("bytes_per_token", "a token", units.in_bytes),
+    Headline("bytes_per_token_layer", "a token, a layer", units.in_bytes),
+)
 PLACES = {"perplexity": "quality after", "memory": "memory at", "latency": "TPOT at"}
 
 
 def overview(groups: Sequence[Group]) -> Table | None:
-    """One line a method and setting; None where fewer than two measures or two methods make a comparison."""
+    """One line a method and setting; None where fewer than two measures or two methods make a comparison.
+
+    Where models, KV heads or MLA layouts differ, each line also says what a token costs and where its weights are from.
+    """
     lines = [_line(member, group) for group in groups for member in _members(group)]
-    columns, _ = metric_columns(lines, HEADLINES)
+    across = len({(group.row.model, group.row.kv_heads, layout_of(group.row)) for group in groups}) > 1
+    ppl, *sizes = ACROSS
+    columns, _ = metric_columns(lines, (ppl, *HEADLINES[:5], *sizes, *HEADLINES[5:]) if across else HEADLINES)
     if len(lines) < 2 or not columns:
         return None
     places = [_place(group) for group in groups for _ in _members(group)]
-    identity = identity_columns(lines, skip=OF_ONE_MEASURE)
+    identity = identity_columns(lines, skip=(*OF_ONE_MEASURE, *(["converted"] if across else [])))
     caption = [f"model {short_model(groups[0].row.model)}"] if len({group.row.model for group in groups}) == 1 else []
+    if across:
+        identity.append(text_column("weights", "weights", [weights_of(line.row) for line in lines]))
     if len(set(places)) == 1:
         caption += places[0].split("; ")
     else:

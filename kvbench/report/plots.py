@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from kvbench.atomic import write_atomic
 from kvbench.report.budgets import perplexity_budget
-from kvbench.report.candidates import GROUP
+from kvbench.report.candidates import group_key
 from kvbench.report.curves import memory_context, tpot_context
 from kvbench.report.differences import window_differences
 from kvbench.report.heatmap import needle_maps
@@ -115,11 +115,11 @@ def draw_all(rows: Sequence[Row], folder: Path, samples: Sequence[Sample] = ()) 
 
 def _drawable(rows: Sequence[Row]) -> tuple[Sequence[Row], str]:
     """The settings with most rows, as many as a page can show, and the words that say so."""
-    counts = Counter(tuple(getattr(row, name) for name in GROUP) for row in rows if row.method)
+    counts = Counter(group_key(row) for row in rows if row.method)
     if len(counts) <= MOST_SETTINGS:
         return rows, ""
     chosen = {setting for setting, _ in counts.most_common(MOST_SETTINGS)}
-    kept = [row for row in rows if tuple(getattr(row, name) for name in GROUP) in chosen]
+    kept = [row for row in rows if group_key(row) in chosen]
     return kept, f"; {MOST_SETTINGS} of {len(counts)} models and settings, all of them are in the tables"
 
 

@@ -8,6 +8,7 @@ kept below the cache folder, by a hash of the weights and of the tokens.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ def calibrate(method: Method, loaded: LoadedModel) -> Method:
     bases = load_bases(path, loaded.n_layers, loaded.device)
     if bases is None:
         bases = bases_of(loaded.model, ids.to(loaded.device), rotations)
-        save_bases(path, bases)
+        with suppress(OSError):  # a cache folder that cannot be written costs the next run its time, and nothing else
+            save_bases(path, bases)
     return replace(method, store=method.store.calibrated(bases, rotations))
 
 

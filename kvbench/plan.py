@@ -25,13 +25,18 @@ from kvbench.published import PUBLISHED
 from kvbench.sweep.plan import node_of
 
 if TYPE_CHECKING:
+    from kvbench.cache.build import Method
     from kvbench.cache.size import Planned
+    from kvbench.shape import ModelShape
 
 USAGE = """python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB [budget=0.25]
 
 The bytes of each cache by formula, from the model's config alone; with memory=, the largest batch that fits beside the
 weights. Without method= or compare='[full,h2o]', every method and store there is. model.path= may be a config.json."""
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+LEAST_MEMORY = 10**6
+"""Bytes below which a size was meant in another unit."""
 COUNTS = {"context": 4096, "batch": 1, "tokens": 128}
 
 
@@ -84,11 +89,12 @@ def read(words: Sequence[str]) -> Asked:
 
 
 def size_of(text: str) -> int:
-    """Bytes of `80GiB`, `24GB`, `1000000`. Raises UserError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)?", text)
-    if found is None:
-        raise UserError(f"memory={text} is no size; type memory=80GiB or memory=24GB")
-    return int(float(found[1]) * UNITS[found[2] or ""])
+    """Bytes of `80GiB`, `24GB`, `1000000`. Raises UserError for anything else, and for less than a megabyte."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text)
+    size = 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
+    if size < LEAST_MEMORY:
+        raise UserError(f"memory={text} is no size of a memory; type memory=80GiB or memory=24GB")
+    return size
 
 
 def chosen_methods(config: DictConfig, words: list[str]) -> list[MethodConfig]:
@@ -124,39 +130,46 @@ def config_of(spec: ModelSpec) -> Any:
     return load_config(spec)
 
 
-def planned_model(spec: ModelSpec, config: Any) -> Planned:
-    """What the cache's formulas need of the model."""
-    from kvbench.cache.size import Planned
-    from kvbench.model import pick_device, pick_dtype
+def planned_shape(spec: ModelSpec, config: Any) -> ModelShape:
+    """The model's shape. The KV heads and the layout that were asked for are written to the config."""
+    from kvbench.model import causal_class, has_own_code
     from kvbench.shape import (
         choose_mla_layout,
-        layer_windows,
         refuse_unsupported,
+        refuse_without_attention_interface,
         shape_of,
-        state_numbers,
         with_kv_heads,
     )
 
     refuse_unsupported(config, spec.name)
+    if not has_own_code(spec, config):
+        refuse_without_attention_interface(causal_class(config, spec), spec.name)
     choose_mla_layout(config, spec.mla, spec.name)
     shape = with_kv_heads(shape_of(config), spec.kv_heads, config, spec.name)
+    if shape.converted:
+        config.num_key_value_heads = shape.kv_heads
+    return shape
+
+
+def planned_model(spec: ModelSpec, config: Any, shape: ModelShape) -> Planned:
+    """What the cache's formulas need of the model."""
+    from kvbench.cache.size import Planned
+    from kvbench.model import pick_device, pick_dtype
+    from kvbench.shape import layer_windows, state_numbers
+
     latent = shape.mla not in (None, "expand")
     key_dim = shape.head_dim + (config.qk_rope_head_dim if latent else 0)
-    named = "bfloat16" if spec.dtype == "auto" and not spec.random else spec.dtype
-    dtype = pick_dtype(named, pick_device(spec.device))
+    dtype = pick_dtype("bfloat16" if spec.dtype == "auto" else spec.dtype, pick_device(spec.device))
     narrow, wide = state_numbers(config)
     return Planned(shape.kv_heads, key_dim, shape.value_dim, layer_windows(config), dtype, latent,
                    narrow * dtype.itemsize + 4 * wide, shape.state_layers)  # fmt: skip
 
 
-def weight_bytes(spec: ModelSpec, config: Any, itemsize: int) -> int:
+def weight_bytes(config: Any, itemsize: int) -> int:
     """Bytes of the weights, tied ones once, counted on a model without any."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvbench.model import causal_class
-
-    causal_class(config, spec)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return itemsize * sum(int(parameter.numel()) for parameter in model.parameters())
@@ -164,24 +177,19 @@ def weight_bytes(spec: ModelSpec, config: Any, itemsize: int) -> int:
 
 def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     """One line a method: bytes, how many times smaller than the full cache, the largest batch."""
-    from kvbench.cache.mla import check_store
     from kvbench.cache.size import cache_bytes, largest_batch
     from kvbench.run import instantiate
 
     config = config_of(spec)
-    model = planned_model(spec, config)
-    weights = weight_bytes(spec, config, model.dtype.itemsize)
-    total = asked.context + asked.tokens
-    full = model.full_bytes(asked.batch, total)
-    bounded = sum(window is not None for window in model.windows)
-    states = f", {model.state_layers} with a state of fixed size" if model.state_layers else ""
+    shape = planned_shape(spec, config)
+    model = planned_model(spec, config, shape)
+    weights = weight_bytes(config, model.dtype.itemsize)
+    full = model.full_bytes(asked.batch, asked.context + asked.tokens)
     lines = [
-        f"{spec.name}: {len(model.windows) + model.state_layers} layers ({bounded} bounded by a window of their own"
-        f"{states}), {model.kv_heads} "
-        f"KV heads, {model.numbers} numbers a token and head, "
-        f"{str(model.dtype).removeprefix('torch.')}",
+        *facts(asked, spec, shape, model),
         f"batch {asked.batch}, {asked.context:,} tokens of context and room for {asked.tokens:,} more; "
         f"full cache {readable(full)}, weights {readable(weights)}; what a forward needs on the way is not counted",
+        *doubts(asked, shape, weights),
         "",
         f"{'method':<24}{'budget':>8}{'cache':>14}{'smaller':>9}" + ("" if asked.memory is None else f"{'batch':>9}"),
     ]
@@ -190,10 +198,13 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
         start = f"{entry.label:<24}{'' if budget is None else budget:>8}"
         try:
             method = instantiate(entry)
-            check_store(method.store, (spec.mla or "absorbed") if model.latent else None)
+            method.check_combination(shape.mla)
+            check_observed(method, config)
             method.store.check(model.value_dim if model.latent else model.key_dim, model.value_dim)
             size = cache_bytes(method, model, asked.batch, asked.context, asked.tokens)
         except (UserError, HydraException) as error:
+            if len(methods) <= 2 and not entry.is_baseline:  # the one that was asked for
+                raise
             lines.append(f"{start}  refused: {one_line(error)}")
             continue
         except TypeError:
@@ -207,8 +218,39 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     return "\n".join(lines)
 
 
+def facts(asked: Asked, spec: ModelSpec, shape: ModelShape, model: Planned) -> list[str]:
+    """What the numbers below are of."""
+    bounded = sum(window is not None for window in model.windows)
+    states = f", {model.state_layers} with a state of fixed size" if model.state_layers else ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    auto = " as on a GPU (a CPU runs in float32: model.dtype=float32)" if spec.dtype == "auto" else ""
+    layers = f"{shape.n_layers} layers ({bounded} bounded by a window of their own{states})"
+    heads = f"{model.kv_heads} KV head{'s' * (model.kv_heads != 1)}, {model.numbers} numbers a token and head"
+    return [f"{spec.name}: {shape.arch}, {layers}, {heads}, {dtype}{auto}"]
+
+
+def doubts(asked: Asked, shape: ModelShape, weights: int) -> list[str]:
+    """What speaks against the plan itself."""
+    found = []
+    longest = asked.context + asked.tokens
+    if shape.max_positions is not None and longest > shape.max_positions:
+        found.append(f"the model has {shape.max_positions:,} positions and this takes {longest:,}: a run is refused")
+    if asked.memory is not None and weights > asked.memory:
+        found.append(f"the weights alone do not fit into {readable(asked.memory)}")
+    return found
+
+
+def check_observed(method: Method, config: Any) -> None:
+    """Raise UserError where the rule needs queries before their rotation and the model caps its scores."""
+    from kvbench.cache.observe import SOFTCAPPED
+
+    before_rotation = any(observation.before_rotation for observation in method.rule.observations())
+    if before_rotation and getattr(config, "attn_logit_softcapping", None):
+        raise UserError(SOFTCAPPED)
+
+
 def readable(size: int) -> str:
-    for unit in ("GiB", "MiB", "KiB"):
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= UNITS[unit]:
             return f"{size / UNITS[unit]:,.2f} {unit}"
     return f"{size} B"

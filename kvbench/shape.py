@@ -201,6 +201,21 @@ def refuse_unsupported(config: Any, name: str) -> None:
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     kind = config.model_type
+    if getattr(config, "is_heterogeneous", False):  # before anything is read that may differ from layer to layer
+        raise UserError(
+            f"{name} ({kind}) has layers with heads of different sizes or numbers, which kvbench does not follow: "
+            "choose a model whose layers are alike (Gemma 3, Llama, Qwen3 ...)"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UserError(
+            f"{name} ({kind}) has {config.num_kv_shared_layers} layers that attend over another layer's keys and "
+            "values, which kvbench does not follow: choose a model whose layers keep their own (Gemma 3, Llama ...)"
+        )
+    if mla_layout(config) is not None and getattr(config, "index_topk", None) is not None:
+        raise UserError(
+            f"{name} ({kind}) attends to a selection of its latents, and its cache cannot be taken over: choose a "
+            "model with DeepSeek V2's or V3's latent attention"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"{name} ({kind}) is an encoder-decoder model: kvbench measures decoder-only language models"

@@ -66,6 +66,12 @@ def test_a_damaged_file_is_made_anew(own_cache: Path) -> None:
     assert file.read_bytes() == whole
 
 
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(own_cache: Path) -> None:
+    own_cache.mkdir(exist_ok=True)
+    (own_cache / "calibration").write_text("a file where the folder would be")
+    assert calibrate(METHOD, tiny()).store.for_layer(0)
+
+
 def test_other_stores_are_left_alone(own_cache: Path) -> None:
     other = Method("full", Full(), DenseStore())
     assert calibrate(other, tiny()) is other

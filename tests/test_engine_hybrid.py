@@ -35,7 +35,7 @@ from kvbench.methods.lowrank import LowRank
 from kvbench.methods.pyramid import Pyramid
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.model import describe
-from kvbench.plan import planned_model
+from kvbench.plan import planned_model, planned_shape
 from kvbench.settings import Memory
 from kvbench.shape import shape_of
 from tests.families import HYBRIDS, random_ids, tiny
@@ -168,7 +168,8 @@ def test_bytes_of_states_are_a_part_of_their_own(name: str, model: PreTrainedMod
 def test_states_are_planned_as_they_are_held(name: str, model: PreTrainedModel, rule: KeepRule, dtype: str) -> None:
     """What linear attention sums up is float32 in a bfloat16 model as well."""
     spec = model_spec({"random": {"model_type": model.config.model_type}, "dtype": dtype, "device": "cpu"})
-    planned, method = planned_model(spec, model.config), Method("m", rule, DenseStore())
+    planned = planned_model(spec, model.config, planned_shape(spec, model.config))
+    method = Method("m", rule, DenseStore())
     narrow, wide = STATE_NUMBERS[name]
     assert planned.state_bytes == narrow * planned.dtype.itemsize + 4 * wide and len(planned.windows) == 2
     model = model if dtype == "float32" else tiny(name).bfloat16()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def parts(rows: list[Row], method: str) -> dict[str, float]:
         for row in rows
         if row.method == method and row.metric and row.value is not None and row.metric.startswith("held_bytes.")
     }
+
+
+def test_bytes_by_token_and_layer(rows: list[Row]) -> None:
+    for method in ("full", "h2o"):
+        held = value(rows, method, "held_bytes")
+        assert value(rows, method, "bytes_per_token") == held / SEEN
+        assert value(rows, method, "bytes_per_token_layer") == held / SEEN / LAYERS
+
+
+def test_a_model_spread_over_devices_is_not_loaded_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = bench(methods("full"), random_llama(4, KV_HEADS, HEAD, layers=LAYERS, dtype=torch.float32))
+    here = replace(here, spec=ModelSpec("it", random={"model_type": "llama"}))
+    here.loaded.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    monkeypatch.setattr(measured, "_apart", None)
+    assert value(rows_of(memory(here, Memory([CONTEXT], TOKENS))), "full", "held_bytes") > 0
 
 
 def test_full_by_hand(rows: list[Row]) -> None:

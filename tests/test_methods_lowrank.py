@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from kvbench.cache.account import held_bytes
@@ -179,8 +180,10 @@ def test_bases_survive_the_disk_and_a_damaged_file_is_none(tmp_path: Path) -> No
     for ours, theirs in zip(bases, loaded, strict=False):
         assert ours is not None and theirs is not None
         assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in vars(ours))
-    path.write_bytes(path.read_bytes()[:100])
-    assert load_bases(path, 2, torch.device("cpu")) is None
+    half = {"0.keys": torch.zeros(2, 4, 4)}  # a whole file, of something else
+    for content in (path.read_bytes()[:100], b"", save(half), save({})):
+        path.write_bytes(content)
+        assert load_bases(path, 2, torch.device("cpu")) is None
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {

@@ -84,6 +84,9 @@ def test_shape_of_a_family(kind: str, settings: dict[str, Any], expected: tuple[
         ("gemma3", "multimodal"),
         ("bert", "without causal attention"),
         ("mamba", "no attention heads"),
+        ("gemma4_text", "heads of different sizes or numbers"),
+        ("gemma3n_text", "15 layers that attend over another layer's keys and values"),
+        ("deepseek_v32", "selection of its latents"),
         ("llamma", "not known to transformers"),
     ],
 )

@@ -24,7 +24,7 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.pyramid import Pyramid
-from kvbench.plan import config_of, main, planned_model
+from kvbench.plan import config_of, main, planned_model, planned_shape, weight_bytes
 from kvbench.published import PUBLISHED
 from kvbench.run import instantiate
 from kvbench.shape import layer_windows
@@ -37,7 +37,8 @@ MIB = 2**20
 
 def published(name: str) -> Planned:
     spec = model_spec({"id": name, "device": "cpu"})
-    return planned_model(spec, config_of(spec))
+    config = config_of(spec)
+    return planned_model(spec, config, planned_shape(spec, config))
 
 
 def test_the_textbook() -> None:
@@ -149,6 +150,11 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["context=many"], "type context=4096"),
         (["batch=0"], "type batch=1"),
         (["memory=lots"], "type memory=80GiB"),
+        (["memory=80"], "type memory=80GiB"),
+        (["model=random-tiny", "method=h2o", "budget=0"], "budget=0 is not a budget"),
+        (["model=random-deepseek", "method=adakv"], "choose method=snapkv"),
+        (["model=gemma2-2b", "method=expected_attention"], "choose another method than expected_attention"),
+        (["model=hub", "+model.random={model_type: deepseek_v32}"], "DeepSeek V2's or V3's"),
         (["context"], "'context' is not KEY=VALUE"),
         (["model=llama9"], "model=llama9 is unknown"),
         (["model.foo=1"], "model.foo is no setting"),
@@ -159,6 +165,22 @@ def test_bad_words_are_one_line(words: list[str], says: str, capsys: pytest.Capt
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and says in err
+
+
+def test_what_speaks_against_a_plan_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=llama2-7b", "method=full", "context=8192", "memory=10GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "the model has 4,096 positions and this takes 8,320: a run is refused" in said
+    assert "the weights alone do not fit into 10.00 GiB" in said and said.splitlines()[-1].split()[-1] == "0"
+
+
+def test_other_kv_heads_are_planned_in_the_weights_too() -> None:
+    spec = model_spec({"id": "meta-llama/Llama-2-7b-hf", "kv_heads": 8})
+    config = config_of(spec)
+    before = weight_bytes(config, 2)
+    shape = planned_shape(spec, config)
+    assert planned_model(spec, config, shape).full_bytes(1, 1) == 524_288 // 4
+    assert before - weight_bytes(config, 2) == 2 * 32 * 2 * 4096 * 24 * 128
 
 
 def test_a_bad_word_imports_no_torch() -> None:

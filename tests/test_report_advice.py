@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.report.advice import SCENARIOS, advise
-from kvbench.report.candidates import groups_of
+from kvbench.report.candidates import groups_of, setting_of
+from kvbench.report.findings import find_all
 from kvbench.report.overview import overview
 from kvbench.report.summary import summary
 from kvbench.report.traits import traits_of
@@ -151,6 +152,51 @@ def test_architectures_need_two_and_a_quality_to_compare() -> None:
     assert advice.too_little and any("converted" in limit for limit in advice.limits)
     foreign = [replace(row, tokenizer="other") for row in other]
     assert said([*FULL, *foreign], "architecture").answer is None
+
+
+RANDOM = "random weights, for speed and memory only"
+
+
+def latents() -> list[Row]:
+    """A model of random weights in two MLA layouts, int4 beside the full cache of each."""
+    made = []
+    for layout, heads, mib in (("expand", 16, 40.0), ("absorbed", 1, 4.0)):
+        told = {"model": "org/Latent", "arch": "mla", "kv_heads": heads, "knobs": f'{{"mla": "{layout}"}}'}
+        for rows in (cache("full", mib, 0.0), cache("full", mib / 5, 0.0, store="int4", bits=4)):
+            made += [replace(row, note=RANDOM, **told) for row in rows]
+    return made
+
+
+def test_layouts_are_held_against_their_own_full_cache_and_random_weights_are_never_advised() -> None:
+    groups = groups_of([*latents(), *FULL, *cache("full", 20, 0.001, **ONE)])
+    assert [group.row.model for group in groups] == ["org/Toy-135M", "org/Latent", "org/Latent"]  # random weights last
+    assert [group.ratio(group.members[0]) for group in groups[1:]] == [pytest.approx(5)] * 2
+    assert [setting_of(group, groups) for group in groups[1:]] == [
+        "Latent, mla expand, float32", "Latent, mla absorbed, float32",
+    ]  # fmt: skip
+    assert {one.group.row.model for one in advise(groups)} == {"org/Toy-135M"}
+    (told,) = [finding for finding in find_all(latents()) if finding.kind == "random weights"]
+    assert told.text.startswith("org/Latent: ")
+    assert not [finding for finding in find_all(latents()) if finding.kind == "missing"]
+
+
+def test_architectures_stand_in_one_table_with_sizes_first_and_where_weights_are_from() -> None:
+    """Sizes by token, and each lot of weights by its kind; the smallest is marked in each architecture by itself."""
+    less = cache("full", 20, 0.001, **ONE)
+    sizes = [replace(row, metric="bytes_per_token", value=1e5) for row in [*FULL, *less]
+             if (row.measure, row.metric) == ("memory", "held_bytes")]  # fmt: skip
+    assert len(sizes) == 2
+    heads = [replace(row, kv_heads=9, arch="mha", converted=True, note="3 -> 9: same logits") for row in FULL]
+    pooled = [replace(row, kv_heads=1, arch="mqa", converted=True, note="3 -> 1: not lossless") for row in FULL]
+    table = overview(groups_of([*FULL, *sizes, *less, *heads, *pooled, *latents()]))
+    assert table is not None
+    cells = {column.key: column.full for column in table.columns}
+    assert cells["weights"] == ["trained"] * 2 + ["heads repeated", "heads mean-pooled"] + ["random"] * 4
+    assert cells["kv_heads"] == ["3", "3", "9", "1", "16", "16", "1", "1"] and "converted" not in cells
+    keys = [column.key for column in table.columns]
+    assert keys.index("held_bytes") < keys.index("bytes_per_token") < keys.index("ppl") < keys.index("kl")
+    held = next(column for column in table.columns if column.key == "held_bytes")
+    assert "measured" not in cells and held.best == frozenset()  # of one method each there is no better one
 
 
 @settings(max_examples=60, deadline=None)

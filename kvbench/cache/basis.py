@@ -75,10 +75,11 @@ def load_bases(path: Path, layers: int, device: torch.device) -> list[Basis | No
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    names = [f.name for f in fields(Basis)]
     try:
         tensors = load_file(path, device=str(device))
-    except (OSError, SafetensorError):
+        found = [Basis(*(tensors[f"{i}.{name}"] for name in names)) if f"{i}.{names[0]}" in tensors else None
+                 for i in range(layers)]  # fmt: skip
+    except (OSError, SafetensorError, KeyError):
         return None
-    names = [f.name for f in fields(Basis)]
-    return [Basis(*(tensors[f"{i}.{name}"] for name in names)) if f"{i}.{names[0]}" in tensors else None
-            for i in range(layers)]  # fmt: skip
+    return found if any(found) else None

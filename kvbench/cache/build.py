@@ -49,7 +49,7 @@ class Method:
             raise UserError("transformers' own caches take no keep rule and no latent attention; choose another store "
                             f"for method={self.name}")  # fmt: skip
         if self.rule.ragged_heads and mla is not None:
-            raise UserError(f"method={self.name} moves budget between KV heads, and latent attention has but one; "
+            raise UserError(f"method={self.name} moves budget between KV heads, which latent attention does without; "
                             "choose method=snapkv or another rule")  # fmt: skip
         if self.rule.ragged_heads and not (self.store.writable and self.store.poolable):
             raise UserError(

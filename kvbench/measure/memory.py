@@ -33,9 +33,11 @@ def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
     """One finding a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
 
     Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's; and,
-    where `isolate`, in a process that nothing else has run in.
+    where `isolate`, in a process that nothing else has run in. A model that a device map spreads over several devices
+    stays in this one: they hold its weights once.
     """
-    isolate = settings.isolate and bench.spec is not None and can_have_children()
+    spread = len(set((getattr(bench.loaded.model, "hf_device_map", None) or {}).values())) > 1
+    isolate = settings.isolate and bench.spec is not None and not spread and can_have_children()
     for context in settings.contexts:
         with bench.progress.phase(f"memory {context}", len(bench.entries)) as advance:
             for entry in bench.entries:

@@ -8,7 +8,16 @@ from typing import Any
 
 from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import Line, lines_of
-from kvbench.report.names import Config, config_of, display_name, is_baseline, labels, layout_of
+from kvbench.report.names import (
+    RANDOM,
+    Config,
+    config_of,
+    display_name,
+    is_baseline,
+    labels,
+    layout_of,
+    weights_of,
+)
 from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.traits import Traits, measured_bounded, traits_of
 from kvbench.rows import Row
@@ -69,13 +78,13 @@ class Group:
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """One group a setting, in order of appearance, with a candidate for each config."""
+    """One group a setting, with a candidate for each config, in order of appearance but for random weights: last."""
     names = labels([row for row in rows if row.method])
     settings: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.method is not None:
             settings.setdefault(group_key(row), []).append(row)
-    return [_group(own, names) for own in settings.values()]
+    return sorted((_group(own, names) for own in settings.values()), key=lambda group: weights_of(group.row) == RANDOM)
 
 
 def setting_of(group: Group, groups: Sequence[Group]) -> str:

@@ -38,9 +38,9 @@ def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Co
         columns.append(text_column("model", "model", [short_model(row.model, models) for row in rows]))
     columns.append(text_column("method", "method", [display_name(row) for row in rows]))
     for knob in varying_knobs(rows):
-        if knob == "knobs":
-            continue
         values = [getattr(row, knob) for row in rows]
+        if knob == "knobs" or (knob in ("k_bits", "v_bits") and values == [row.bits for row in rows]):
+            continue
         cells = [knob_text(knob, value) for value in values]
         columns.append(Column(knob, knob.replace("_", " "), cells, cells, numbers=_numbers(values)))
     extra = varying_json(rows)

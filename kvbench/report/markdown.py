@@ -22,8 +22,9 @@ READING = """\
 ΔNLL: nats per token above the full cache on the same tokens. KL: full cache against method, nats per token.
 top-1: share of tokens for which both prefer the same next token. engaged: share of the scored tokens that
 were predicted after an eviction or a quantisation. kept: tokens held per KV head. TTFT: time to first token.
-TPOT: time per output token. Brackets: the interval that the rows give. Bold: better than every other method
-beyond the intervals. The CSV files hold unrounded numbers.
+TPOT: time per output token. a token: bytes held over tokens seen. less: times less than its own full cache.
+Brackets: the interval that the rows give. Bold: better than every other method beyond the intervals. The CSV
+files hold unrounded numbers.
 """
 
 

@@ -19,20 +19,27 @@ OF_ONE_MEASURE = (
     "context", "batch", "kernel", "threads", "protocol", "question", "revision", "seed", "dataset", "stride", "bos",
     "tokenizer",
 )  # fmt: skip
-HEADLINES = (
+QUALITY = (
     Headline("nll_minus_full", "ΔNLL", units.plainly(units.signed), better="low"),
     Headline("kl", "KL", units.plainly(units.small), better="low"),
     Headline("top1", "top-1", units.plainly(units.percent), better="high"),
     Headline("hit_rate", "needles", units.plainly(units.whole_percent), better="high"),
-    Headline("held_bytes", "held", units.in_bytes, better="low", exact=True),
+)
+HELD = Headline("held_bytes", "held", units.in_bytes, better="low", exact=True)
+GAIN = (
     Headline("times_less", "less", units.fixed(1, "x"), better="high", exact=True),
     Headline("tpot_p50_ms", "TPOT", units.plainly(units.significant, "ms"), better="low"),
 )
-# Beside them where architectures stand in one table: ΔNLL and KL are against each one's own full cache.
+HEADLINES = (*QUALITY, HELD, *GAIN)
+# Where architectures stand in one table. Sizes come first, which all of them have; what is compared with a full cache
+# is compared with each one's own.
 ACROSS = (
-    Headline("ppl", "ppl", units.fixed(2)),
+    HELD,
     Headline("bytes_per_token", "a token", units.in_bytes),
-    Headline("bytes_per_token_layer", "a token, a layer", units.in_bytes),
+    Headline("bytes_per_token_layer", "and a layer", units.in_bytes),
+    *GAIN,
+    Headline("ppl", "ppl", units.fixed(2)),
+    *QUALITY,
 )
 PLACES = {"perplexity": "quality after", "memory": "memory at", "latency": "TPOT at"}
 
@@ -44,19 +51,19 @@ def overview(groups: Sequence[Group]) -> Table | None:
     """
     lines = [_line(member, group) for group in groups for member in _members(group)]
     across = len({(group.row.model, group.row.kv_heads, layout_of(group.row)) for group in groups}) > 1
-    ppl, *sizes = ACROSS
-    columns, _ = metric_columns(lines, (ppl, *HEADLINES[:5], *sizes, *HEADLINES[5:]) if across else HEADLINES)
+    columns, _ = metric_columns(lines, ACROSS if across else HEADLINES)
     if len(lines) < 2 or not columns:
         return None
-    places = [_place(group) for group in groups for _ in _members(group)]
+    common, places = _places(groups)
     identity = identity_columns(lines, skip=(*OF_ONE_MEASURE, *(["converted"] if across else [])))
     caption = [f"model {short_model(groups[0].row.model)}"] if len({group.row.model for group in groups}) == 1 else []
     if across:
         identity.append(text_column("weights", "weights", [weights_of(line.row) for line in lines]))
-    if len(set(places)) == 1:
-        caption += places[0].split("; ")
-    else:
+    caption += common
+    if any(places):
         identity.append(text_column("measured", "measured", places))
+    if len({row.tokenizer for group in groups if (row := _quality(group)) is not None}) > 1:
+        caption.append("perplexities of different tokenizers cannot be held against each other")
     return Table(
         "overview", "All methods", caption, (*identity, *_told(columns, lines)), _records(lines), terminal=False,
         rows=[line.row for line in lines],
@@ -79,11 +86,23 @@ def _line(member: Candidate, group: Group) -> Line:
     return Line(replace(member.row, context=None), cells)
 
 
-def _place(group: Group) -> str:
-    told = [f"{PLACES[measure]} {context:,} tokens" for measure, context in group.contexts.items()]
-    if group.lengths:
-        told.append(f"needles in {group.lengths[-1]:,}")
-    return "; ".join(told)
+def _places(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
+    """Where numbers were taken: what holds for all groups that have them, and of each line what is its group's own."""
+    told = [_place(group) for group in groups]
+    common = {measure: text for place in told for measure, text in place.items()
+              if all(other.get(measure, text) == text for other in told)}  # fmt: skip
+    own = ["; ".join(text for measure, text in place.items() if measure not in common) for place in told]
+    return list(common.values()), [text for group, text in zip(groups, own, strict=True) for _ in _members(group)]
+
+
+def _place(group: Group) -> dict[str, str]:
+    told = {measure: f"{PLACES[measure]} {context:,} tokens" for measure, context in group.contexts.items()}
+    return told | ({"needle": f"needles in {group.lengths[-1]:,}"} if group.lengths else {})
+
+
+def _quality(group: Group) -> Row | None:
+    """The row of the full cache's perplexity."""
+    return None if group.baseline is None else group.baseline.numbers.get("ppl")
 
 
 def _told(columns: Sequence[Column], lines: Sequence[Line]) -> list[Column]:

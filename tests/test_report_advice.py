@@ -171,9 +171,7 @@ def test_layouts_are_held_against_their_own_full_cache_and_random_weights_are_ne
     groups = groups_of([*latents(), *FULL, *cache("full", 20, 0.001, **ONE)])
     assert [group.row.model for group in groups] == ["org/Toy-135M", "org/Latent", "org/Latent"]  # random weights last
     assert [group.ratio(group.members[0]) for group in groups[1:]] == [pytest.approx(5)] * 2
-    assert [setting_of(group, groups) for group in groups[1:]] == [
-        "Latent, mla expand, float32", "Latent, mla absorbed, float32",
-    ]  # fmt: skip
+    assert [setting_of(group, groups) for group in groups[1:]] == ["Latent, mla expand", "Latent, mla absorbed"]
     assert {one.group.row.model for one in advise(groups)} == {"org/Toy-135M"}
     (told,) = [finding for finding in find_all(latents()) if finding.kind == "random weights"]
     assert told.text.startswith("org/Latent: ")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -24,9 +26,12 @@ from lm_eval.models.huggingface import HFLM
 from kvbench.cache.store import DenseStore
 from kvbench.harness.__main__ import main
 from kvbench.harness.adapter import KVBenchLM, cut_at, generation_of
+from kvbench.harness.evaluate import rows_of
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.report.__main__ import main as report
+from kvbench.report.findings import find_all
 from kvbench.results import find_runs, load, read_status
+from kvbench.rows import Row
 
 CONTEXT, CONTINUATION = prose(60), " and so it went on"
 
@@ -286,3 +291,26 @@ def test_published_numbers_stand_beside_a_presets_tasks(folder: Path, capsys: py
     shown = " ".join(capsys.readouterr().out.split())
     assert "Beside published numbers" in shown and "kivi2 acc 0.6623" in shown
     assert "not the published setting (in brackets): bos none (first), dataset choice (coqa)" in shown
+
+
+def found_of(values: list[float], higher: bool = True) -> dict[str, Any]:
+    """What lm_eval returns of a task with one metric."""
+    samples = [{"filter": "none", "em": value} for value in values]
+    return {"results": {"t": {"em,none": float(np.mean(values))}}, "samples": {"t": samples},
+            "higher_is_better": {"t": {"em": higher}}}  # fmt: skip
+
+
+def test_scores_above_full_are_doubted_and_those_of_a_blind_full_cache_are_uninformative() -> None:
+    for higher, said in ((True, "better than full beyond the interval"), (False, None)):
+        full: dict[tuple[str, str], list[float]] = {}
+        list(rows_of(Row(), found_of([0.0] * 6 + [1.0] * 6, higher), full, is_baseline=True))
+        score, difference = rows_of(Row(), found_of([1.0] * 12, higher), full, is_baseline=False)
+        assert (score.note, difference.note) == (None, said)
+    full = {}
+    (blind,) = rows_of(Row(method="full", store="dense"), found_of([0.0] * 4), full, is_baseline=True)
+    rows = list(rows_of(Row(method="h2o"), found_of([0.0] * 4), full, is_baseline=False))
+    assert {row.note for row in (blind, *rows)} == {"uninformative: the full cache finds none of these"}
+    assert rows[1].value == 0 and rows[1].low is not None and rows[1].low < 0  # four pairs prove little
+    told = find_all([replace(blind, measure="harness")])
+    same = [finding.text for finding in told if finding.kind == "uninformative"]
+    assert same == ["t: the full cache itself scores 0, which says nothing of compression"]

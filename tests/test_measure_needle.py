@@ -413,7 +413,7 @@ def test_a_chain_can_be_followed_from_the_value_to_every_name() -> None:
     value = re.findall(r"\d+", draft.question)[0]
     known = {value}
     for statement in draft.needles:
-        name, source = re.fullmatch(r"VAR (\w+) = (?:VAR )?(\w+)\. ", statement).groups()  # type: ignore[union-attr]
+        name, source = re.fullmatch(r"\nVAR (\w+) = (?:VAR )?(\w+)\n", statement).groups()  # type: ignore[union-attr]
         assert source in known
         known.add(name)
     assert known - {value} == set(draft.references)
@@ -518,9 +518,11 @@ def test_a_chat_template_goes_around_the_prompt_and_into_the_row() -> None:
     asked = settings(template="chat", depths=[0.5], samples=1)
     (prompt,) = make_prompts(tokenizer, text, 0, asked, LENGTH)
     assert tokenizer.decode(prompt.ids).startswith("<user>")
+    assert make_prompts(tokenizer, text, 0, asked, LENGTH, bos=7)[0].ids == prompt.ids  # a template brings its own
     assert tokenizer.decode(prompt.question).startswith(f"{prompt.draft.question}</s><assistant>")
     model = random_llama(4, 2, 16, vocab=len(tokenizer), dtype=torch.float32)
     rows = rows_of(needle(bench_of(model, methods("full"), text, tokenizer), asked))
+    assert {row.bos for row in rows} == {None}
     expected = hashlib.sha256(CHAT.encode()).hexdigest()[:12]
     assert all(expected in (row.note or "") for row in rows)
     with pytest.raises(UserError, match="has no chat template"):

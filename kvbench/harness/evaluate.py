@@ -19,7 +19,7 @@ from kvbench.data import Text
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.harness.adapter import Counts, KVBenchLM
 from kvbench.harness.settings import Asked
-from kvbench.measure.asked import BETTER
+from kvbench.measure.asked import BETTER, BLIND
 from kvbench.measure.bench import Entry, failure
 from kvbench.measure.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
 from kvbench.model import load_model, model_spec
@@ -137,16 +137,18 @@ def rows_of(base: Row, found: dict[str, Any], full: dict[tuple[str, str], list[f
             values = [sample.get(name.partition(",")[0]) for sample in samples]
             known = [float(one) for one in values if isinstance(one, bool | int | float | np.number)]
             complete = len(known) == len(values) > 0
-            here = replace(base, dataset=task, metric=metric, value=float(value), unit="", n=n)
+            higher = found.get("higher_is_better", {}).get(task, {}).get(name.partition(",")[0])
+            if is_baseline and complete:
+                full[task, name] = known
+            theirs = full.get((task, name), []) if complete else []
+            paired = len(theirs) == len(known) > 0
+            blind = BLIND if paired and higher and not any(theirs) else None
+            note = "; ".join(filter(None, (blind, base.note))) or None
+            here = replace(base, dataset=task, metric=metric, value=float(value), unit="", n=n, note=note)
             error = metrics.get(name.replace(",", "_stderr,"))
             yield replace(here, **_interval(known if complete else [], value, error))
-            if not complete:
-                continue
-            if is_baseline:
-                full[task, name] = known
-            elif len(full.get((task, name), [])) == len(known):
-                higher = found.get("higher_is_better", {}).get(task, {}).get(name.partition(",")[0])
-                yield _minus_full(replace(here, metric=f"{metric}_minus_full"), known, full[task, name], higher)
+            if paired and not is_baseline:
+                yield _minus_full(replace(here, metric=f"{metric}_minus_full"), known, theirs, higher)
 
 
 def _minus_full(base: Row, known: list[float], full: list[float], higher_is_better: bool | None) -> Row:

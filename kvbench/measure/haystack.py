@@ -1,9 +1,9 @@
 """What can be hidden in a long text and asked for: the tasks of RULER (Hsieh et al., 2024, arXiv:2404.06654).
 
 Names and definitions are RULER's, so that published numbers can be put beside ours: what is hidden, in what, how
-often, and what counts. Two things are ours: needles stand at the depth asked for where there is one, and an answer
-that holds a value inside a longer word or number does not count. `single_number`, five digits asked for as a
-completion, is a task of our own that small base models can do. No torch here.
+often, how long an answer may get, and what counts. Three things are ours: the wording; needles stand at the depth asked
+for where there is one; an answer that holds a value inside a longer word or number does not count. `single_number`,
+five digits asked for as a completion, is a task of our own that small base models can do. No torch here.
 """
 
 import random
@@ -127,8 +127,8 @@ class Chain(NamedTuple):
     @property
     def statements(self) -> list[str]:
         first, *others = self.names
-        later = [f"VAR {name} = VAR {source}. " for source, name in zip(self.names, others, strict=False)]
-        return [f"VAR {first} = {self.value}. ", *later]
+        later = [f"\nVAR {name} = VAR {source}\n" for source, name in zip(self.names, others, strict=False)]
+        return [f"\nVAR {first} = {self.value}\n", *later]
 
     @property
     def question(self) -> str:

@@ -95,6 +95,8 @@ def _rows(bench: Bench, entry: Entry, settings: Needle, when: str, task: str, le
     base = replace(entry.row, measure="needle", question=when, context=length, protocol=task,
                    batch=min(settings.batch, len(of_task)))  # fmt: skip
     said = None if template is None else f"chat template {template[:12]}"
+    if template is not None:
+        base = replace(base, bos=None)  # the template brings its own
     depths = sorted({prompt.depth for prompt in prompts if prompt.task.name == task and prompt.depth is not None})
     groups = [(depth, [i for i in of_task if prompts[i].depth == depth]) for depth in depths]
     for depth, cell in [*groups, (None, of_task)]:

@@ -94,6 +94,8 @@ def _rows(bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, tem
     base = replace(entry.row, measure="tasks", question=when, batch=1, n=len(mine), dataset=settings.set,
                    **place(settings, name),
                    note=template.sha256 and f"chat template {template.sha256[:12]}")  # fmt: skip
+    if template.sha256 is not None:
+        base = replace(base, bos=None)  # the template brings its own
     scores, paired = [answer.score for answer in mine.values()], len(full) == len(mine)
     if paired and not any(answer.score for answer in full.values()):
         base = replace(base, note="; ".join(filter(None, (BLIND, base.note))))

@@ -177,12 +177,14 @@ def method_config(config: DictConfig) -> MethodConfig:
 
 def _wrapped(config: DictConfig, group: str, name: Any) -> DictConfig:
     """What a wrapper, config[group], goes around: the method or store of that name, which reads the run's own knobs."""
+    part, kind, example = ("rule", "keep rule", "snapkv") if group == "method" else ("slots", "store", "int4")
+    unknown = f"inner={name} is no {group}; type inner={example}, or another that --help lists"
+    if not isinstance(name, str):
+        raise UserError(unknown)
     try:
         found: DictConfig = compose("config", [f"{group}={name}"])[group]
     except HydraException as error:
-        example = "snapkv" if group == "method" else "int4"
-        raise UserError(f"inner={name} is no {group}; type inner={example}, or another that --help lists") from error
-    part, kind, example = ("rule", "keep rule", "snapkv") if group == "method" else ("slots", "store", "int4")
+        raise UserError(unknown) from error
     if "inner" in found[part] or (group == "method" and "fixed" in found):
         raise UserError(f"inner={name} is no plain {kind} and cannot go into {config[group].name}; "
                         f"type inner={example}, for example")  # fmt: skip

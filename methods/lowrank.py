@@ -44,7 +44,8 @@ class LowRank(Store):
         if self.rank is not None and self.energy is not None:
             raise UserError(f"rank={self.rank} and energy={self.energy} are both given; type one of them")
         for name, share in (("rank", self.rank), ("energy", self.energy)):
-            if share is not None and (isinstance(share, bool | str) or not 0 < share <= 1):
+            known = share is None or (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1)
+            if not known:
                 raise UserError(f"{name}={share} for lowrank; type a share above 0 and up to 1, for example {name}=0.5")
         if (self.k_bits is None) != (self.v_bits is None):
             raise UserError("lowrank holds both keys and values in codes, or neither; type bits=8 or bits=4")

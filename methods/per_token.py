@@ -9,6 +9,7 @@ from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import Groups, check_groups, planned_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
 
 WIDTHS = (8, 4, 3, 2)
@@ -36,6 +37,8 @@ class PerToken(Store):
 
     def __post_init__(self) -> None:
         check_groups("this store", self.group_size, self.k_bits, self.v_bits, widths=WIDTHS)
+        if not isinstance(self.rotate, bool):
+            raise UserError(f"rotate={self.rotate} for this store; type true (as store=rot4) or false (as store=int4)")
 
     def check(self, key_dim: int, value_dim: int) -> None:
         check_groups("this store", self.group_size, head_dim=key_dim)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvbench.cache.rule import is_whole
+from kvbench.errors import UserError
 from kvbench.methods.snapkv import SnapKV
 
 
@@ -14,6 +16,11 @@ class Pyramid(SnapKV):
     """
 
     beta: int = 20
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.beta) or self.beta < 1:
+            raise UserError(f"beta={self.beta} for Pyramid; type a whole number of at least 1 (the paper's is 20)")
+        super().__post_init__()
 
     def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
         budget: int | None = self.tokens(prompt)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvbench.cache.attention import attention, kvbench_attention
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.rule import KeepRule
-from kvbench.cache.store import DenseStore
+from kvbench.cache.store import DenseStore, Store
 from kvbench.decode import step
 from kvbench.errors import UserError
 from kvbench.methods.full import Full
@@ -183,3 +183,15 @@ def test_default_scaling_is_one_over_the_root_of_the_head() -> None:
     default, explicit = (attention(Bare(), query, key, value, None, scaling=s)[0] for s in (None, 8**-0.5))
     assert torch.equal(default, explicit)
     assert default.shape == (1, 5, 2, 8)
+
+
+@pytest.mark.parametrize(("rule", "store"), [(H2O(budget=16), DenseStore()), (Full(), Kivi(4, 4, 8, 8))])
+def test_what_only_stock_caches_can_do_is_refused_and_changes_nothing(rule: KeepRule, store: Store) -> None:
+    method, one = Method("m", rule, store), torch.tensor([1])
+    model, ids = exact_llama(4, 2), random_ids(2, 42)
+    cache, untouched = (build_cache(model, method, ids[:, :40], 4) for _ in range(2))
+    for call in (cache.reset, lambda: cache.crop(10), lambda: cache.reorder_cache(one),
+                 lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(one)):  # fmt: skip
+        refused(call, "build another: build_cache(model, method, record)")
+    for t in (40, 41):
+        assert torch.equal(*(step(model, ids[:, t : t + 1], each) for each in (cache, untouched)))

@@ -77,6 +77,27 @@ class KVCache(Cache):
         for layer in self.layers:
             yield from layer.buffers()
 
+    # What transformers' caches can do beside: what was evicted does not come back, and slots know one prompt.
+
+    def reset(self) -> None:
+        """Refused with a UserError, as the rest below: another cache of the record is as good as new."""
+        self._refuse("emptied")
+
+    def crop(self, max_length: int) -> None:
+        self._refuse("cut back")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._refuse("reordered")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("repeated")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._refuse("taken apart")
+
+    def _refuse(self, what: str) -> None:
+        raise UserError(f"a compressed cache cannot be {what}; build another: build_cache(model, method, record)")
+
 
 class PrefixCache:
     """What `recompute` carries instead of keys and values: the ids so far, [B, T]."""

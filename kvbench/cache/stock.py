@@ -43,6 +43,8 @@ class StockStore(Store):
     brings_cache: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.backend not in tuple(BACKENDS):
+            raise UserError(f"backend={self.backend} is none of transformers' caches; type {', '.join(BACKENDS)}")
         _, package, _ = BACKENDS[self.backend]
         try:
             installed = package is None or bool(version(package))

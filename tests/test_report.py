@@ -222,8 +222,20 @@ def test_baseline_is_looked_for_in_the_same_setting() -> None:
     assert baseline_of(lines[1], [line for line in lines if not line.baseline]) is None
 
 
+# Metrics whose columns no file lists, and those of the paging measure.
+STORED = [replace(BASE, method="full", store="dense"), replace(BASE, method="full", store="paged", bits=4, k_bits=4,
+                                                               v_bits=4, knobs='{"inner": "int4"}')]  # fmt: skip
+UNLISTED = [replace(base, measure="speed_of_light", metric=f"metric_{n}_bytes", unit="bytes", value=1e6 + n)
+            for n in range(9) for base in STORED]  # fmt: skip
+PAGING = [replace(base, measure="paging", metric=metric, unit="bytes", value=1e6 + n) for base in STORED
+          for n, metric in enumerate(("contiguous_bytes", "contiguous_waste_bytes", "paged_bytes", "paged_waste_bytes",
+                                      "shared_bytes", "saved_bytes", "positions_saved"))]  # fmt: skip
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
-@pytest.mark.parametrize("made", [rows(), sweep(), [*rows(), OOM], rows(contexts=[2048], lengths=[1024])])
+@pytest.mark.parametrize(
+    "made", [rows(), sweep(), [*rows(), OOM], rows(contexts=[2048], lengths=[1024]), UNLISTED, PAGING]
+)
 def test_terminal_table_fits_without_cutting_a_number(made: list[Row], width: int) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(terminal_table(frame_of(made)))

@@ -70,6 +70,16 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("bandwidth_share", "bandwidth", units.plainly(units.percent), rank=1, better="high"),
         Headline("read_gb_per_s", "read GB/s", units.plainly(units.significant), rank=2),
     ),
+    "paging": (
+        Headline("contiguous_bytes", "contiguous", units.in_bytes, exact=True),
+        Headline("contiguous_waste_bytes", "wasted", units.in_bytes, rank=2, better="low", exact=True),
+        Headline("paged_bytes", "paged", units.in_bytes, better="low", exact=True),
+        Headline("paged_waste_bytes", "paged wasted", units.in_bytes, rank=2, better="low", exact=True),
+        Headline("shared_bytes", "prefix shared", units.in_bytes, better="low", exact=True),
+        Headline("saved_bytes", "saved", units.in_bytes, rank=1, better="high", exact=True),
+        Headline("positions_saved", "positions saved", units.plainly(units.count), rank=1, better="high", exact=True),
+        Headline("logit_difference", "logits differ", units.plainly(units.small), rank=3, better="low"),
+    ),
 }
 MOST_WARNINGS = 8
 PARTS = ("codes", "scales", "residual", "dense", "scores", "positions", "state")
@@ -167,13 +177,14 @@ def _measure_table(measure: str, lines: list[Line]) -> Table:
 
 
 def _unknown_headlines(lines: list[Line]) -> tuple[Headline, ...]:
-    # A measure this file does not know shows everything it yields.
+    # A measure this file does not know shows everything it yields; where that does not fit, the last ones give way.
     counted = {headline.metric for headline in COUNTS}
     metrics = dict.fromkeys(metric for line in lines for metric, _, _ in line.cells if metric not in counted)
     number = units.plainly(units.significant)
     return tuple(
-        Headline(metric, metric.replace("_", " "), units.in_bytes if metric.endswith("_bytes") else number)
-        for metric in metrics
+        Headline(metric, metric.replace("_", " "), units.in_bytes if metric.endswith("_bytes") else number,
+                 rank=0 if i < 2 else 5 + i)
+        for i, metric in enumerate(metrics)
     )
 
 

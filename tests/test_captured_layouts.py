@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbench.cache import build
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.paged import PagedStore
 from kvbench.cache.prefix import PrefixPool, blocks_needed
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
 from kvbench.decode import step
+from kvbench.kernels.triton_decode import TritonKernel
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
@@ -53,6 +55,16 @@ def test_latents_made_into_heads(name: str) -> None:
 @pytest.mark.parametrize("store", [DenseStore(), Kivi(4, 4, 8, R)], ids=["dense", "kivi4"])
 def test_expanded_heads(store: Store) -> None:
     check_replays(deepseek(layout="expand"), Method("m", Full(), store))
+
+
+def test_on_a_gpu_the_kernel_named_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton reads neither channels in two places nor blocks of a pool: a step over those runs the reference."""
+    monkeypatch.setattr(build, "choose", lambda *_: TritonKernel())
+    full, paged = Method("m", Full(), DenseStore()), Method("m", Full(), PagedStore())
+    models = {layout: deepseek(layout=layout) for layout in ("absorbed", "latent")}
+    for model, method, name in ((models["absorbed"], full, "reference"), (models["latent"], full, "triton"),
+                                (tiny("llama"), full, "triton"), (tiny("llama"), paged, "reference")):  # fmt: skip
+        assert build.decode_kernel(method, model, torch.float32, "auto").name == name
 
 
 @pytest.mark.parametrize(("layout", "name"), [("expand", "full"), *(("latent", name) for name in IN_HEADS),

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvbench.cache.groups import Groups
 from kvbench.cache.store import SlotShape
+from kvbench.kernels import compiled
+from kvbench.kernels.cpu import CpuKernel
 from kvbench.kernels.parts import Axis, Dense, Packed, Part, read_all, total_length
 from kvbench.kernels.quantise import dequantise, pack, quantise, unpack
 from tests.reference import along_channels, along_tokens
@@ -50,6 +52,25 @@ def within_bound(x: Tensor, bits: int) -> None:
     slack = 1e-4 * bound + exact.abs().amax(-1) * 2**-23
     assert back.isfinite().all()
     assert ((back - exact).abs() <= (bound + slack).unsqueeze(-1)).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_the_compiled_encoder_gives_the_same_bits(bits: int, axis: Axis) -> None:
+    """From ranges that float16 has no scale for to those beyond it, constant groups, infinities and NaN; strided."""
+    kernel = compiled()
+    assert isinstance(kernel, CpuKernel), kernel
+    rows = noise(2, 3, 64, 96)[..., :64]
+    rows *= 10.0 ** (noise(2, 3, 64, 1, seed=1) * 3)
+    rows[0, 0, :32] = 0.3
+    rows[0, 1] = (rows[0, 1] * 4).round() / 2  # halfway between codes, often
+    rows[1, 0, 3, 5], rows[1, 1, 40, 40], rows[1, 2, 7, 9] = torch.nan, torch.inf, -torch.inf
+    groups = rows.unflatten(2, (-1, 32)).mT if axis == "token" else rows.unflatten(-1, (-1, 32))
+    codes, scale, minimum = kernel.encode(groups, bits)
+    wanted, *pair = quantise(groups, bits)
+    assert torch.equal(codes, pack(wanted, bits))
+    for got, want in zip((scale, minimum), pair, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @BITS

@@ -8,6 +8,8 @@ from torch import Tensor
 from kvbench.cache.rule import is_whole
 from kvbench.cache.store import Buffer, SlotShape, scatter_rows
 from kvbench.errors import UserError
+from kvbench.kernels import choose
+from kvbench.kernels.cpu import CpuKernel
 from kvbench.kernels.parts import Axis, Packed
 from kvbench.kernels.quantise import BITS, pack, quantise
 
@@ -37,6 +39,10 @@ class Groups:
             groups = rows.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
         else:
             groups = rows.unflatten(-1, (rows.shape[-1] // self.group_size, self.group_size))
+        if groups.device.type == "cpu" and groups.dtype == torch.float32:
+            kernel = choose(groups.device)
+            if isinstance(kernel, CpuKernel):
+                return kernel.encode(groups, self.bits)
         codes, scale, minimum = quantise(groups, self.bits)
         return pack(codes, self.bits), scale, minimum
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvbench.fetch import cache_folder
 
-SOURCES = ("decode.cpp", "digits.h", "loops.h", "vectors.h")
+SOURCES = ("decode.cpp", "digits.h", "encode.h", "loops.h", "vectors.h")
 COMPILERS = ("c++", "g++", "clang++")
 
 # The two -fno flags give up floating-point exceptions and errno, nothing that a result depends on.

@@ -46,6 +46,21 @@ class CpuKernel:
         self._attend = library.kvbench_attend
         self._attend.argtypes = (ctypes.c_void_p, ctypes.c_double, ctypes.c_double)
         self._attend.restype = None
+        self._encode = library.kvbench_encode
+        self._encode.argtypes, self._encode.restype = (ctypes.c_void_p,), None
+
+    def encode(self, groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`quantise` and `pack`, bit for bit: float32 groups [B, Hkv, n, g, G] with any strides.
+
+        Returns codes uint8 [B, Hkv, n, g, G * bits / 8], scale and minimum float16 [B, Hkv, n, g].
+        """
+        lead, size = groups.shape[:4], groups.shape[4]
+        codes = torch.empty(*lead, size * bits // 8, dtype=torch.uint8)
+        scale, minimum = torch.empty(2, *lead, dtype=torch.float16)
+        numbers = array("q", (*lead, size, bits, *groups.stride(), groups.data_ptr(), codes.data_ptr(),
+                              scale.data_ptr(), minimum.data_ptr()))  # fmt: skip
+        self._encode(numbers.buffer_info()[0])
+        return codes, scale, minimum
 
     def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
         """What it does not take about such tensors; None where it takes them."""

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "digits.h"
+#include "encode.h"
 
 namespace {
 

@@ -86,7 +86,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if isinstance(asked := settings.get("needle"), Needle):
         prompts = check_prompts(tokenizer, tokens, config.seed, asked, shape.max_positions, bos)
     if isinstance(asked := settings.get("tasks"), Tasks):
-        samples = check_tasks(asked, shape.max_positions)
+        samples = check_tasks(asked, shape.max_positions, tokenizer, bos)
     device = pick_device(spec.device)
     files = f"{files_fingerprint(asked)} bos={bos}" if isinstance(asked, Tasks) else ""
     facts = Facts(_weights(spec, shape), f"{text.fingerprint} bos={bos}", str(pick_dtype(spec.dtype, device)),

@@ -29,8 +29,8 @@ from kvbench.measure.answers import (
 )
 from kvbench.measure.prompts import Template
 from kvbench.measure.statistics import wilson
-from kvbench.measure.task_sets import NAMES, Sample, check_tasks, files_fingerprint, load_samples
-from kvbench.measure.tasks import encode, tasks
+from kvbench.measure.task_sets import NAMES, Sample, check_tasks, encode, files_fingerprint, load_samples
+from kvbench.measure.tasks import tasks
 from kvbench.settings import Tasks
 from tests.models import random_llama
 from tests.text import bench_of, character_tokenizer, light, methods, prose, rows_of, value
@@ -159,16 +159,16 @@ def test_parquet_files_too(tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"has no hotpotqa.jsonl"):
-        check_tasks(settings(tmp_path), None)
+        check_tasks(settings(tmp_path), None, TOKENIZER)
     with pytest.raises(UserError, match="choose from narrativeqa"):
-        check_tasks(settings(tmp_path, names=["dureader"]), None)
+        check_tasks(settings(tmp_path, names=["dureader"]), None, TOKENIZER)
     write(tmp_path, "hotpotqa")
     with pytest.raises(UserError, match="answers of 6 tokens do not fit .*; type tasks.longest=2042 or less"):
-        check_tasks(settings(tmp_path, longest=2043), 2048)
-    assert set(check_tasks(settings(tmp_path, longest=2042), 2048)) == {"hotpotqa"}
+        check_tasks(settings(tmp_path, longest=2043), 2048, TOKENIZER)
+    assert set(check_tasks(settings(tmp_path, longest=2042), 2048, TOKENIZER)) == {"hotpotqa"}
     monkeypatch.setattr(task_sets, "hub_or_cache", lambda: False)
     with pytest.raises(UserError, match="type tasks.path=FOLDER"):
-        check_tasks(settings(None), None)
+        check_tasks(settings(None), None, TOKENIZER)
     for columns, said in (
         ({"question": None}, "sample 0 of hotpotqa lacks question"), ({"answers": []}, "lacks answers"),
         ({"context": " "}, "has an empty context"), ({"max_new_tokens": "ten"}, "max_new_tokens=ten is not a whole"),
@@ -176,11 +176,11 @@ def test_what_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
     ):  # fmt: skip
         write(tmp_path, "hotpotqa", **columns)
         with pytest.raises(UserError, match=said):
-            check_tasks(settings(tmp_path), None)
+            check_tasks(settings(tmp_path), None, TOKENIZER)
     for content, said in (("{", "cannot load hotpotqa"), ("", "holds no samples")):
         (tmp_path / "hotpotqa.jsonl").write_text(content)
         with pytest.raises(UserError, match=said):
-            check_tasks(settings(tmp_path), None)
+            check_tasks(settings(tmp_path), None, TOKENIZER)
 
 
 def test_answers_are_as_long_as_longbench_publishes_them(tmp_path: Path) -> None:
@@ -188,6 +188,19 @@ def test_answers_are_as_long_as_longbench_publishes_them(tmp_path: Path) -> None
         write(tmp_path, "hotpotqa", max_new_tokens=given)
         assert {sample.answer_tokens for sample in load_samples(settings(tmp_path), "hotpotqa")} == {taken}
     assert set(ANSWER_TOKENS) == set(LONGBENCH)
+
+
+def test_what_ruler_hides_is_not_cut_away(tmp_path: Path) -> None:
+    """A needle in the middle of a prompt that loses its middle is no longer there."""
+    write(tmp_path, "vt")
+    whole = 300 + len("\nWhat is 0?" + " It is")
+    asked = settings(tmp_path, set="ruler", names=["vt"], longest=whole)
+    assert set(check_tasks(asked, None, TOKENIZER)) == {"vt"}
+    for given, bos, needed in ((whole - 1, None, whole), (whole, 7, whole + 1)):
+        with pytest.raises(UserError, match=f"type tasks.longest={needed}"):
+            check_tasks(replace(asked, longest=given), None, TOKENIZER, bos)
+    write(tmp_path, "hotpotqa")  # as LongBench cuts it
+    assert check_tasks(settings(tmp_path, longest=100), None, TOKENIZER)
 
 
 def test_other_files_are_other_numbers(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvbench.data import one_line_errors
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
 from kvbench.measure.answers import ANSWER_TOKENS, LONGBENCH, longbench, ruler
+from kvbench.measure.prompts import Template, template_of
 from kvbench.settings import Tasks
 
 RULER = ("cwe", "fwe", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multiquery", "niah_multivalue",
@@ -22,6 +23,7 @@ RULER = ("cwe", "fwe", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3", 
 HUB = {"longbench": "Xnhyacinth/LongBench", "ruler": "simonjegou/ruler"}
 NAMES = {"longbench": tuple(LONGBENCH), "ruler": RULER}
 SCORES = {"longbench": longbench, "ruler": ruler}
+NO_LIMIT = 2**62
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -37,9 +39,11 @@ class Sample:
     classes: list[str]
 
 
-def check_tasks(settings: Tasks, max_positions: int | None) -> dict[str, list[Sample]]:
+def check_tasks(settings: Tasks, max_positions: int | None, tokenizer: Any,
+                bos: int | None = None) -> dict[str, list[Sample]]:  # fmt: skip
     """The samples of every task. Raises UserError for names that the set does not have, files that are not there or
-    hold something else, prompts and answers beyond the model."""
+    hold something else, prompts and answers beyond the model, and prompts of RULER that would be cut: what is asked for
+    could lie in the middle."""
     for name in settings.names:
         if name not in NAMES[settings.set]:
             known = ", ".join(NAMES[settings.set])
@@ -58,6 +62,13 @@ def check_tasks(settings: Tasks, max_positions: int | None) -> dict[str, list[Sa
             f"tasks.longest={settings.longest} and answers of {answer} tokens do not fit the model's {max_positions} "
             f"positions; type tasks.longest={max(1, max_positions - answer)} or less"
         )
+    if settings.set == "ruler":
+        template = template_of(tokenizer, settings.template)
+        needed = max(sum(map(len, encode(tokenizer, sample, NO_LIMIT, template, bos)))
+                     for samples in found.values() for sample in samples)  # fmt: skip
+        if needed > settings.longest:
+            raise UserError(f"tasks.longest={settings.longest} would cut prompts of {needed} tokens, and what they "
+                            f"hide with them; type tasks.longest={needed}")  # fmt: skip
     return found
 
 
@@ -123,3 +134,22 @@ def _sample(row: dict[str, Any], name: str, i: int, of: str) -> Sample:
         tokens = min(int(tokens), ANSWER_TOKENS[name]) if row.get("max_new_tokens") else ANSWER_TOKENS[name]
     classes = [str(label) for label in row.get("all_classes") or []]
     return Sample(row["context"], row["question"], row.get("answer_prefix") or "", listed, int(tokens), classes)
+
+
+def encode(tokenizer: Any, sample: Sample, longest: int, template: Template,
+           bos: int | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Context, behind BOS where there is one, and question in tokens, `longest` together at most.
+
+    What is longer loses its middle as LongBench cuts it: the first and the last half of it all are left, the question
+    being part of the last.
+    """
+    head, body, question = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for text in (template.before, sample.context, sample.question + template.after + sample.answer_prefix)
+    )
+    head = ([] if bos is None else [bos]) + head
+    room = max(2, longest - len(head) - len(question))
+    if len(body) > room:
+        first = min(max(1, longest // 2 - len(head)), room - 1)
+        body = body[:first] + body[len(body) - (room - first) :]
+    return head + body, question

@@ -19,7 +19,7 @@ from kvbench.measure.bench import Bench, Entry, Finding
 from kvbench.measure.perplexity import token_hash
 from kvbench.measure.prefills import each_cache
 from kvbench.measure.prompts import Template, template_of
-from kvbench.measure.task_sets import SCORES, Sample, load_samples
+from kvbench.measure.task_sets import SCORES, Sample, encode, load_samples
 from kvbench.model import end_tokens
 from kvbench.rows import Row
 from kvbench.settings import Tasks
@@ -50,25 +50,6 @@ def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
 def place(settings: Tasks, name: str) -> dict[str, Any]:
     """What tells a task's rows from another's."""
     return {"context": settings.longest, "protocol": f"{settings.set}/{name}"}
-
-
-def encode(tokenizer: Any, sample: Sample, longest: int, template: Template,
-           bos: int | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Context, behind BOS where there is one, and question in tokens, `longest` together at most.
-
-    What is longer loses its middle as LongBench cuts it: the first and the last half of it all are left, the question
-    being part of the last.
-    """
-    head, body, question = (
-        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        for text in (template.before, sample.context, sample.question + template.after + sample.answer_prefix)
-    )
-    head = ([] if bos is None else [bos]) + head
-    room = max(2, longest - len(head) - len(question))
-    if len(body) > room:
-        first = min(max(1, longest // 2 - len(head)), room - 1)
-        body = body[:first] + body[len(body) - (room - first) :]
-    return head + body, question
 
 
 def _ask(bench: Bench, settings: Tasks, name: str, when: str, i: int, sample: Sample, context: list[int],

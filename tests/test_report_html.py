@@ -111,6 +111,32 @@ def test_a_click_sorts_and_the_baseline_stays_on_top(browser: Any, page_file: Pa
 
 
 @needs_browser
+def test_a_word_leaves_the_methods_that_have_it_and_the_baseline(browser: Any, page_file: Path) -> None:
+    page, said = opened(browser, page_file, DESKTOP)
+    table = page.locator("#table-overview")
+
+    def left() -> list[str]:
+        return [line.locator("th").inner_text() for line in table.locator("tbody tr").all() if line.is_visible()]
+
+    everyone = left()
+    page.locator("#filter").fill("H2O, random")
+    assert left() == ["full", "h2o", "h2o+int4", "random", "h2o"]  # the last one failed
+    assert page.locator("#said").inner_text().endswith("lines of all tables shown")
+    table.locator("thead button", has_text="KL").click()
+    page.emulate_media(media="print")
+    assert sorted(left()) == sorted(everyone)  # on paper nothing is left out
+    page.emulate_media(media="screen")
+    page.locator("#filter").fill("")
+    assert sorted(left()) == sorted(everyone) and said == []
+    page.context.close()
+
+
+def test_a_line_over_several_measures_carries_a_command_for_all_of_them(page_file: Path) -> None:
+    body = page_file.read_text().split('id="table-overview"')[1].split("</table>")[0]
+    assert body.count("measure=[perplexity,needle,memory,latency]") == len(METHODS)
+
+
+@needs_browser
 def test_commands_can_be_copied_and_paper_shows_what_was_folded(browser: Any, page_file: Path) -> None:
     page, said = opened(browser, page_file, DESKTOP)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])

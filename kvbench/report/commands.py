@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvbench.rows import KNOBS, Row
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
 # Settings of a sweep that a single cell does not need.
 LEFT_OUT = (*COLUMNS, "method", "store", "compare", "measure", "seed", "rerun", "results_dir", "sweep")
-MEASURES = ("perplexity", "needle", "memory", "latency", "fidelity")
+MEASURES = ("perplexity", "needle", "tasks", "fidelity", "memory", "latency", "paging")
 CONTEXTS = {"perplexity": "context", "needle": "lengths", "memory": "contexts", "latency": "contexts"}
 
 
@@ -52,11 +52,15 @@ class Recorded:
 
 
 def command_of(row: Row, recorded: Recorded) -> str | None:
-    """`python -m kvbench method=h2o budget=256 'measure=[perplexity]' ...`; None if it cannot be told."""
+    """`python -m kvbench method=h2o budget=256 'measure=[perplexity]' ...`; None if it cannot be told.
+
+    A row that stands for several measures names them in one: `perplexity,needle`.
+    """
     words = shlex.split(recorded.command)
     if row.method is None or row.measure is None or "kvbench" not in words:
         return None
-    kept = [word for word in words[words.index("kvbench") + 1 :] if _belongs(word, row.measure)]
+    measures = row.measure.split(",")
+    kept = [word for word in words[words.index("kvbench") + 1 :] if _belongs(word, measures)]
     told = dict(word.split("=", 1) for word in kept)
     for key, value in told.items():
         if re.search(r",(?![^\[]*\])", value) and (one := recorded.setting(key)) is not None:
@@ -72,12 +76,12 @@ def command_of(row: Row, recorded: Recorded) -> str | None:
     return shlex.join(["python", "-m", "kvbench", *entry, f"measure=[{row.measure}]", *settings])
 
 
-def _belongs(word: str, measure: str) -> bool:
+def _belongs(word: str, measures: Sequence[str]) -> bool:
     key = word.split("=", 1)[0].lstrip("+")
     root = key.split(".", 1)[0]
     if "=" not in word or root in LEFT_OUT or root.startswith("hydra"):
         return False
-    return root not in MEASURES or root == measure
+    return root not in MEASURES or root in measures
 
 
 def _method(row: Row) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.report import units
 from kvbench.report.candidates import Candidate, Group
 from kvbench.report.columns import Headline, identity_columns, metric_columns, short_model
-from kvbench.report.lines import Cell, Line
+from kvbench.report.lines import Cell, Line, measures_of
 from kvbench.report.names import IDENTITY, layout_of, weights_of
 from kvbench.report.table import Column, Table, text_column
 from kvbench.rows import Row
@@ -66,7 +66,7 @@ def overview(groups: Sequence[Group]) -> Table | None:
         caption.append("perplexities of different tokenizers cannot be held against each other")
     return Table(
         "overview", "All methods", caption, (*identity, *_told(columns, lines)), _records(lines), terminal=False,
-        rows=[line.row for line in lines],
+        rows=[replace(line.row, measure=",".join(measures_of(line.cells.values()))) for line in lines],
     )  # fmt: skip
 
 

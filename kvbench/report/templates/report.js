@@ -30,6 +30,21 @@
     return up ? order : -order;
   }
 
+  // Filtering: one field for all tables; the baseline stays, and so does everything on paper.
+  const filter = document.getElementById("filter");
+  filter?.addEventListener("input", () => {
+    const wanted = filter.value.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
+    let shown = 0, all = 0;
+    for (const row of document.querySelectorAll("tbody tr")) {
+      const words = [...row.querySelectorAll(".word")].map((cell) => cell.textContent.toLowerCase()).join(" ");
+      const stays = row.classList.contains("baseline") || !wanted.length || wanted.some((word) => words.includes(word));
+      row.classList.toggle("left-out", !stays);
+      all += 1;
+      shown += stays;
+    }
+    said.textContent = wanted.length ? `${shown} of ${all} lines of all tables shown` : "All lines shown";
+  });
+
   for (const button of document.querySelectorAll("button.copy")) {
     button.addEventListener("click", async () => {
       const done = await copy(button.dataset.command);

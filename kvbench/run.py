@@ -101,7 +101,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     if loaded.remark:
         progress.say(f"note: {loaded.name}: {loaded.remark}")
     for _, method in entries:
-        check_model(loaded.model, method.rule)
+        check_model(loaded.model, method.rule, method.store)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
     bench = Bench(loaded, entries_of(entries, loaded, text, config, progress, bos), tokens, progress,
                   config.kernel, config.save_tokens, config.save_kept, config.seed, spec, bos,

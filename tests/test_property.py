@@ -19,7 +19,7 @@ from kvbench.api import load_method
 from kvbench.cache.build import Method, _build_layer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack, rotate_back
-from kvbench.cache.store import SlotShape
+from kvbench.cache.store import DenseStore, SlotShape
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, choose
 from kvbench.kernels.prefill import Scoring
@@ -207,6 +207,34 @@ def test_random_cases_agree_with_a_slow_layer(method: str) -> None:
             check(case)
         except Exception as error:
             raise AssertionError(f"{error}\nto see it again: check({case!r})") from error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@torch.inference_mode()
+def test_half_precision_keeps_what_float32_keeps_of_the_same_numbers(method: str, dtype: torch.dtype) -> None:
+    """Scores are decided in float32. Codes aside: rotated keys round to the model's dtype before they become codes."""
+    made = [draw_case(method, number) for number in range(2)]
+    for case in (replace(case, store=case.store if case.method in STORES else "dense", slots=()) for case in made):
+        rule, store = method_of(case).rule, DenseStore()
+        turn, theta = rotation(case.head_dim)
+        tokens, kept = draw_tokens(replace(case, kernel="cpu"), theta), []
+        for held in (dtype, torch.float32):
+            query, key, value = (x.to(dtype).to(held) for x in (tokens.query, tokens.key, tokens.value))
+            scoring = Scoring(case.head_dim**-0.5, case.softcap, None, None)
+            prompt = [x[:, :, : case.prompt] for x in (query, key, value)]
+            observed = {o: o.compute(prompt[0], prompt[1], scoring, turn) for o in rule.observations()}
+            record = LayerRecord(case.layer, prompt[1], prompt[2], scoring, observed, turn)
+            layer = _build_layer(record, case.layers, Method(method, rule, store), [turn] * case.layers,
+                                 sum(case.steps), max(case.steps), REFERENCE)  # fmt: skip
+            kept.append([layer.kept_positions().tolist()])
+            at = case.prompt
+            for q in case.steps:
+                layer.update(key[:, :, at : at + q], value[:, :, at : at + q])
+                layer.attend(query[:, :, at : at + q], scoring)
+                at += q
+                kept[-1].append(layer.kept_positions().tolist())
+        assert kept[0] == kept[1], case
 
 
 def test_cases_reach_every_store_and_every_kind_of_step() -> None:

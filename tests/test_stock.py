@@ -13,14 +13,15 @@ from transformers.cache_utils import DynamicCache
 from kvbench.cache import stock
 from kvbench.cache.account import held_bytes
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, check_model, prefill
 from kvbench.cache.forward import forward
 from kvbench.cache.stock import StockCache, StockStore
-from kvbench.cache.store import SlotShape
+from kvbench.cache.store import DenseStore, SlotShape
 from kvbench.decode import generate, step
 from kvbench.errors import UserError
 from kvbench.methods.full import Full
 from kvbench.methods.snapkv import SnapKV
+from tests.families import tiny
 from tests.models import random_llama
 
 pytestmark = pytest.mark.engine
@@ -121,3 +122,11 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.
         StockStore("hqq", 8)
 
 
+
+
+def test_a_model_with_windows_is_refused_before_anything_runs() -> None:
+    store = StockStore("fp8")
+    check_model(tiny("qwen3"), Full(), store)
+    check_model(tiny("gemma3"), Full(), DenseStore())
+    with pytest.raises(UserError, match="no sliding-window layers.*choose methods whose names do not begin with hf_"):
+        check_model(tiny("gemma3"), Full(), store)

@@ -23,11 +23,11 @@ from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock,
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, SlidingWindow, keep_best, keep_best_of_heads
 from kvbench.cache.state import StateLayer, empty_states
-from kvbench.cache.stock import StockCache, StockStore
+from kvbench.cache.stock import NO_WINDOWS, StockCache, StockStore
 from kvbench.cache.store import SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
-from kvbench.shape import mla_layout, shape_of
+from kvbench.shape import layer_windows, mla_layout, shape_of
 
 PROBE = 512
 """Tokens by which a kernel is asked whether it reads a store: enough for the usual residuals to be quantised."""
@@ -165,10 +165,12 @@ def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wa
     return kernel if reason is None else ReferenceKernel(reason)
 
 
-def check_model(model: PreTrainedModel, rule: KeepRule) -> None:
-    """Raise UserError where a rule turns rotary embeddings back and the model's cannot be, or its scores are capped, or
-    where the model's latent attention cannot be taken over."""
+def check_model(model: PreTrainedModel, rule: KeepRule, store: Store | None = None) -> None:
+    """Raise UserError where a rule turns rotary embeddings back and the model's cannot be, or its scores are capped,
+    where the model's latent attention cannot be taken over, or its windows are not in a stock cache."""
     latents_of(model)
+    if store is not None and store.brings_cache and any(layer_windows(model.config.get_text_config())):
+        raise UserError(NO_WINDOWS)
     before_rotation = any(observation.before_rotation for observation in rule.observations())
     _rotations(model, rule.sinks_in_place > 0, IN_CACHE)
     _rotations(model, before_rotation, BEFORE)

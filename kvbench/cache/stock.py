@@ -24,6 +24,9 @@ BACKENDS = {"quanto": ("QuantoQuantizedLayer", "optimum-quanto", 0), "hqq": ("HQ
             "fp8": ("Fp8QuantizedLayer", None, None)}  # fmt: skip
 """The class, the package it needs, and the axis that transformers' documentation recommends for it."""
 
+NO_WINDOWS = ("transformers' quantised caches have no sliding-window layers, and this model has; choose methods whose "
+              "names do not begin with hf_")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StockStore(Store):
@@ -90,7 +93,7 @@ class StockCache(Cache):
         states = [state.copy() for state in record.states]
         for layer, recorded in zip(layers, record.layers, strict=True):
             if recorded.scoring.window is not None:
-                raise UserError("transformers' quantised caches have no sliding-window layers, and this model does")
+                raise UserError(NO_WINDOWS)
             here = recorded.at_home()
             layer.update(here.key.clone(), here.value.clone())
         super().__init__(layers=in_model_order(layers, states))

@@ -64,7 +64,7 @@ class KVBenchLM(TemplateLM):
         super().__init__()
         if loaded.tokenizer is None:
             raise UserError(f"{loaded.name} has no tokenizer, and tasks are text; choose another model")
-        check_model(loaded.model, method.rule)
+        check_model(loaded.model, method.rule, method.store)
         self.loaded, self.method, self.kernel = loaded, calibrate(method, loaded), kernel
         self.max_gen_toks, self.held_back = max_gen_toks, held_back
         self.tokenizer = loaded.tokenizer

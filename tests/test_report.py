@@ -330,6 +330,8 @@ def test_uninformative_needles_are_marked() -> None:
         for row in rows(measures=["needle"])
     ]  # fmt: skip
     assert kinds(made) == ["uninformative"]
+    (said,) = find_all([replace(row, protocol="niah_single_1") for row in made])
+    assert said.text.startswith("needle niah_single_1 at length 2048, depth 0.5: the full cache itself finds 1/")
     grid = table(made, "needle_grid")
     marked = [cell for cell in column(grid, "depth_0.5") if cell.endswith("†")]
     assert len(marked) == len(METHODS)

@@ -140,15 +140,15 @@ def _uninformative(rows: Sequence[Row]) -> Iterable[Finding]:
                 text = "needle was measured without the full cache: a miss may be the model's own"
                 yield Finding("no baseline", text)
             continue
-        cells = hits_of(line)
+        cells, task = hits_of(line), f" {line.row.protocol}" if line.row.protocol not in (None, "single_number") else ""
         for context, depth in sorted(failing[index], key=str):
-            place = f"needle at length {context}, " + ("all depths" if depth is None else f"depth {depth:g}")
+            place = f"needle{task} at length {context}, " + ("all depths" if depth is None else f"depth {depth:g}")
             text = f"the full cache itself finds {cells[context, depth]}, which says little about compression"
             yield Finding("uninformative", f"{place}: {text}")
     for row in rows:
         if row.measure in ("tasks", "harness") and is_baseline(row) and (row.note or "").startswith("uninformative"):
-            task = row.protocol if row.measure == "tasks" else row.dataset
-            yield Finding("uninformative", f"{task}: the full cache itself scores 0, which says nothing of compression")
+            name = row.protocol if row.measure == "tasks" else row.dataset
+            yield Finding("uninformative", f"{name}: the full cache itself scores 0, which says nothing of compression")
 
 
 def _unsteady(rows: Iterable[Row]) -> Iterable[Said]:

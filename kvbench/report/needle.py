@@ -127,7 +127,7 @@ def _grid(
             bad = hits is not None and (context, depth) in failing[index]
             marked |= bad
             texts.append("–" if hits is None else f"{hits}{MARK if bad else ''}")
-        header = "depth ?" if depth is None else f"depth {100 * depth:g}%"
+        header = "any depth" if depth is None else f"depth {100 * depth:g}%"
         found = [cells[index].get((context, depth)) for context, index in order]
         columns.append(Column(f"depth_{depth}", header, texts, texts, rank=1, numbers=_rates(found)))
     overall = [total(_at(cells[index], context)) for context, index in order]

@@ -241,11 +241,21 @@ def doubts(asked: Asked, shape: ModelShape, weights: int) -> list[str]:
 
 
 def check_observed(method: Method, config: Any) -> None:
-    """Raise UserError where the rule needs queries before their rotation and the model caps its scores."""
+    """Raise UserError where a run would, once it has the model: of rotations that cannot be taken back, as far as the
+    config tells, and of capped scores."""
     from kvbench.cache.observe import SOFTCAPPED
+    from kvbench.cache.rotary import BEFORE, BEFORE_KEYS, IN_CACHE, UNMOVABLE
+    from kvbench.shape import mla_layout
 
-    before_rotation = any(observation.before_rotation for observation in method.rule.observations())
-    if before_rotation and getattr(config, "attn_logit_softcapping", None):
+    before = any(observation.before_rotation for observation in method.rule.observations())
+    turned = (method.rule.sinks_in_place > 0, IN_CACHE), (before, BEFORE), (method.store.calibrates, BEFORE_KEYS)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    for _, instead in filter(lambda pair: pair[0], turned):
+        if mla_layout(config) is not None:
+            raise UserError(f"latent attention rotates a part of each query, and one key for all heads: {instead}")
+        if kind in UNMOVABLE:
+            raise UserError(f"{config.model_type} has {kind} rotary frequencies: {instead}")
+    if before and getattr(config, "attn_logit_softcapping", None):
         raise UserError(SOFTCAPPED)
 
 

@@ -236,8 +236,10 @@ def latents_of(model: nn.Module) -> list[Latents] | None:
 def check_store(store: Store, layout: str | None) -> None:
     """Raise UserError where a model of that layout cannot be cached in that store."""
     if layout not in (None, "expand") and not store.holds_latents:
+        # Expanded keys are rotated in part, and what calibrates wants them as they were before.
+        expanded = "" if store.calibrates else ", or model.mla=expand"
         raise UserError(f"{type(store).__name__} needs keys and values of each head, and model.mla={layout} caches one "
-                        "latent for all; type store=dense, int8, int4 or rot4, or model.mla=expand")  # fmt: skip
+                        f"latent for all; type store=dense, int8, int4 or rot4{expanded}")  # fmt: skip
 
 
 @contextmanager

@@ -151,6 +151,9 @@ def test_commands_can_be_copied_and_paper_shows_what_was_folded(browser: Any, pa
     assert page.locator("details:not([open])").count() == folded
     page.emulate_media(media="print")
     assert not page.locator("nav").is_visible()
+    page.set_viewport_size({"width": 672, "height": 900})  # A4 within its margins
+    for table in page.locator(".scroll table").all():
+        assert table.evaluate("table => table.scrollWidth - table.parentElement.clientWidth") <= 0
     assert said == []
     page.context.close()
 

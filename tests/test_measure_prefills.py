@@ -153,6 +153,14 @@ def test_without_memory_for_all_each_prefills_for_itself(
     assert memory.held == 0
 
 
+def test_of_a_prefill_of_its_own_a_cache_is_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    widest = needed("perplexity", monkeypatch, {k: m for k, m in observing().items() if k in ("full", "wide")})
+    memory, held = SmallMemory(monkeypatch, widest), list[int]()
+    here = bench_of(MODEL, observing(), TEXT)
+    measured.each_cache(here, TEXT[None, :CONTEXT], lambda entry, cache: held.append(memory.held), 4, 1, "perplexity")
+    assert held == [0] * 4 and here.ways.keys() == observing().keys()
+
+
 @pytest.mark.parametrize("error", ERRORS[:2])
 def test_on_a_gpu_the_record_goes_to_the_host_first(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the device holds no more than one layer of it."""

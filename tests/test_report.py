@@ -222,6 +222,12 @@ def test_baseline_is_looked_for_in_the_same_setting() -> None:
     assert baseline_of(lines[1], [line for line in lines if not line.baseline]) is None
 
 
+def test_what_a_step_reads_stands_beside_its_time() -> None:
+    made = [replace(BASE, method="full", measure="latency", metric=metric, value=value, unit=unit)
+            for metric, value, unit in (("tpot_p50_ms", 12.5, "ms"), ("bytes_per_s", 3 * 2**30, "bytes/s"))]
+    assert column(table(made, "latency"), "bytes_per_s") == ["3.00"]
+
+
 # Metrics whose columns no file lists, and those of the paging measure.
 STORED = [replace(BASE, method="full", store="dense"), replace(BASE, method="full", store="paged", bits=4, k_bits=4,
                                                                v_bits=4, knobs='{"inner": "int4"}')]  # fmt: skip

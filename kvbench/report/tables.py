@@ -68,7 +68,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("tokens_per_s", "tokens/s", units.plainly(units.significant), rank=1, better="high"),
         Headline("slope_ms_per_1k", "slope", units.plainly(units.significant, "ms/1k")),
         Headline("bandwidth_share", "bandwidth", units.plainly(units.percent), rank=1, better="high"),
-        Headline("read_gb_per_s", "read GB/s", units.plainly(units.significant), rank=2),
+        Headline("bytes_per_s", "read a second", units.in_bytes, rank=2),
     ),
     "paging": (
         Headline("contiguous_bytes", "contiguous", units.in_bytes, exact=True),

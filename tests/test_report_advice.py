@@ -178,6 +178,17 @@ def test_layouts_are_held_against_their_own_full_cache_and_random_weights_are_ne
     assert not [finding for finding in find_all(latents()) if finding.kind == "missing"]
 
 
+def test_what_a_window_bounds_anyway_is_said_and_unsteady_times_say_whose() -> None:
+    share = [replace(row, metric="compressible_share", value=0.289) for row in FULL if row.measure == "memory"]
+    assert ", 28.9% of it in layers that methods can compress" in summary(groups_of([*FULL, *share]))[0]
+    note = "graph off; unsteady: the halves differ; random weights, for speed and memory only"
+    shaky = replace(FULL[0], measure="latency", context=1024, metric="steady", value=0.0, note=note)
+    (alone,) = [finding.text for finding in find_all([*FULL, shaky]) if finding.kind == "unsteady timing"]
+    assert alone.endswith("latency at context 1,024: the halves differ")
+    (told,) = [finding.text for finding in find_all([*latents(), shaky]) if finding.kind == "unsteady timing"]
+    assert told.endswith("latency at context 1,024: Toy-135M with 3 KV heads, the halves differ")
+
+
 def test_architectures_stand_in_one_table_with_sizes_first_and_where_weights_are_from() -> None:
     """Sizes by token, and each lot of weights by its kind; the smallest is marked in each architecture by itself."""
     less = cache("full", 20, 0.001, **ONE)

@@ -115,7 +115,7 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
     # Bytes of the memory measure go before those that the perplexity run counted on its way, unless it was run for
     # fewer of the methods.
     counted = sum("held_bytes" in candidate.numbers for candidate in found.values())
-    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes", *PER_TOKEN), fewest=counted)
+    _take(group, found, rows, "memory", ("held_bytes", "dense_bytes", "compressible_share", *PER_TOKEN), fewest=counted)
     if counted:
         group.contexts.setdefault("memory", group.contexts["perplexity"])
     _take(group, found, rows, "latency", ("tpot_p50_ms", "bandwidth_share", "steady"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.report import units
-from kvbench.report.columns import heads_text
+from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import baseline_of, lines_of
 from kvbench.report.names import (
     POOLED,
@@ -151,11 +151,14 @@ def _uninformative(rows: Sequence[Row]) -> Iterable[Finding]:
             yield Finding("uninformative", f"{name}: the full cache itself scores 0, which says nothing of compression")
 
 
-def _unsteady(rows: Iterable[Row]) -> Iterable[Said]:
+def _unsteady(rows: Sequence[Row]) -> Iterable[Said]:
+    several = len({(row.model, row.kv_heads) for row in rows if row.method}) > 1
     for row in rows:
         if row.metric == "steady" and row.value == 0 and row.status == "ok":
-            why = row.note or "step times drifted or jumped while it was measured"
-            yield "unsteady timing", row, _first_line(why).removeprefix("unsteady: ")
+            said = [part for part in (row.note or "").split("; ") if part.startswith("unsteady")]
+            why = said[0] if said else row.note or "step times drifted or jumped while it was measured"
+            whose = f"{short_model(row.model)} with {heads_text(row.kv_heads)}, " if several else ""
+            yield "unsteady timing", row, whose + _first_line(why).removeprefix("unsteady: ")
 
 
 def _eager_beside_captured(rows: Iterable[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
@@ -165,7 +168,7 @@ def _eager_beside_captured(rows: Iterable[Row], names: Mapping[Config, str]) -> 
     for row in rows:
         if row.measure != "latency" or row.status != "ok" or row.kernel is None or row.method == "recompute":
             continue  # a whole prefix a step is compared with nothing
-        setting = (row.model, row.kv_heads, row.dtype, row.device)
+        setting = (row.model, row.kv_heads, layout_of(row), row.dtype, row.device)
         if row.kernel.endswith(GRAPH):
             captured.add(setting)
         else:

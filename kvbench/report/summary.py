@@ -63,7 +63,9 @@ def _scope(group: Group, base: Candidate) -> str:
     if (ppl := base.value("ppl")) is not None:
         told.append(f"has a perplexity of {units.fixed_text(ppl, 2)} after {group.contexts['perplexity']:,} tokens")
     if base.held is not None:
-        told.append(f"holds {bytes_text(base, Group(base.row))} at {group.contexts['memory']:,} tokens")
+        share = base.value("compressible_share")  # None: all of it
+        bounded = "" if share is None else f", {units.percent(share)} of it in layers that methods can compress"
+        told.append(f"holds {bytes_text(base, Group(base.row))} at {group.contexts['memory']:,} tokens{bounded}")
     return f"{text}, which {' and '.join(told)}." if told else f"{text}."
 
 

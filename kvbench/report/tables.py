@@ -51,6 +51,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("dense_bytes", "dense", units.in_bytes, folds=True),
         Headline("analytic_bytes", "formula", units.in_bytes, rank=2),
         Headline("slack_bytes", "slack", units.in_bytes, rank=1),
+        Headline("compressible_share", "compressible", units.plainly(units.percent), rank=1, folds=True),
         Headline("bits_per_value", "bits/value", units.fixed(2), better="low", exact=True),
         Headline("ratio", "ratio", units.fixed(2, "x"), better="high", exact=True),
         Headline("peak_prefill_bytes", "peak prefill", units.in_bytes),

@@ -255,7 +255,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
     A run that calls itself running while its process is gone is "interrupted".
     """
-    status = read_json(run / STATUS) or {"status": "unknown"}
+    status = {"status": "unknown"} | read_json(run / STATUS)
     if status["status"] == "running" and "owner" in status and not is_alive(status["owner"], run / STATUS):
         status |= {"status": "interrupted", "note": "its process is gone; the same command goes on where it stopped"}
     return status

@@ -276,6 +276,28 @@ def test_samples_ahead_of_the_rows_and_files_cut_short(tmp_path: Path) -> None:
     assert "window_differences" in page and "run unknown" in page
 
 
+ODD_SAMPLES = """1
+"x"
+{"measure": "perplexity", "methods": 3}
+{"measure": "perplexity", "methods": [3, {"method": "full", "nll": "a"}]}
+{"measure": "perplexity", "methods": [{"method": "full", "nll": 1}, {"method": "h2o", "nll": 2, "knobs": [1]}]}
+{"measure": "perplexity", "methods": [{"method": "full", "nll": 1}, {"method": "h", "nll": 2, "knobs": {"budget": ""}}]}
+{"measure": "perplexity", "methods": [{"method": "full", "nll": 1}, {"method": "h", "nll": 2, "knobs": {"budget": 8}}]}
+"""
+
+
+def test_files_of_other_versions_and_by_other_hands(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "sweep", small()[:60])
+    stored = pq.read_table(run.path / "metrics.parquet")
+    lacking = ["run", "tokenizer", "bos", "stride", "position", "kernel", "knobs", "kv_heads", "converted"]
+    pq.write_table(stored.drop_columns(lacking), run.path / "metrics.parquet")
+    (run.path / "samples.jsonl").write_text(ODD_SAMPLES)
+    assert {sample.row.budget for sample in read_samples([run.path])} == {None, 8.0}
+    (run.path / "status.json").write_text('{"cells_done": 3}')
+    (run.path / "provenance.json").write_text('{"command": "python -m kvbench compare=\'[a", "packages": null}')
+    assert main([str(tmp_path / "sweep")]) == 0
+
+
 def test_two_models_of_one_name_are_told_apart() -> None:
     made = two_of_one_name(small())
     head = overview(groups_of(made))

@@ -56,7 +56,10 @@ def command_of(row: Row, recorded: Recorded) -> str | None:
 
     A row that stands for several measures names them in one: `perplexity,needle`.
     """
-    words = shlex.split(recorded.command)
+    try:
+        words = shlex.split(recorded.command)
+    except ValueError:  # a quote that is never closed
+        return None
     if row.method is None or row.measure is None or "kvbench" not in words:
         return None
     measures = row.measure.split(",")

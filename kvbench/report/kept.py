@@ -40,9 +40,11 @@ def draw_kept(runs: Sequence[Path], folder: Path) -> list[Plot]:
         for _, here in places[:MOST]:
             first = here.iloc[0]
             asked = f", question {first.question}" if isinstance(first.question, str) else ""
-            where = f"{first.measure} after {first.context:,} tokens{asked}" if len(places) > 1 else first.measure
+            context = [] if pd.isna(first.context) else [f"{first.context:.0f}"]
+            after = f" after {first.context:,.0f} tokens" if context else ""
+            where = f"{first.measure}{after}{asked}" if len(places) > 1 else first.measure
             name = "_".join(str(part) for part in ("kept", *(p for p in first[list(PLACE[1:])] if isinstance(p, str)),
-                                                   first.context, *_model(tokens, first.model)))  # fmt: skip
+                                                   *context, *_model(tokens, first.model)))  # fmt: skip
             caption = (f"Tokens kept by each layer (top: the first) and KV head in the first sample of {where}; "
                        f"the line: where the prompt ends")  # fmt: skip
             save(_figure(here), folder / name)

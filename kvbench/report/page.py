@@ -101,7 +101,9 @@ def _recorded(runs: Sequence[Path], provenance: Mapping[str, Mapping[str, Any]])
     found = {run.name: Recorded(str(provenance[run.name].get("command") or ""), run) for run in runs}
     for run in runs:
         if (run / METRICS).exists():
-            names = pq.read_table(run / METRICS, columns=["run"])["run"].unique().to_pylist()
+            file = pq.ParquetFile(run / METRICS)
+            known = ["run"] if "run" in file.schema_arrow.names else []  # folders of other versions may lack it
+            names = file.read(columns=known)["run"].unique().to_pylist() if known else []
             found |= {name: found[run.name] for name in names if name is not None and name not in found}
     return found
 

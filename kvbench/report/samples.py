@@ -55,7 +55,8 @@ def _setting(run: Path) -> dict[str, Any]:
 def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[Sample]:
     if record.get("measure") != "perplexity":
         return []
-    entries = [entry for entry in record.get("methods") or [] if isinstance(entry, Mapping)]
+    methods = record.get("methods")
+    entries = [entry for entry in methods if isinstance(entry, Mapping)] if isinstance(methods, list) else []
     scored = [(_row(entry, record, setting), float(entry["nll"])) for entry in entries if _finite(entry.get("nll"))]
     base = next((nll for row, nll in scored if is_baseline(row)), None)
     if base is None:
@@ -69,11 +70,12 @@ def _finite(value: Any) -> bool:
 
 
 def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[str, Any]) -> Row:
-    knobs: dict[str, Any] = dict(entry.get("knobs") or {})
+    told = entry.get("knobs")
+    knobs: dict[str, Any] = dict(told) if isinstance(told, Mapping) else {}
     columns = {name: knobs.pop(name) for name in COLUMNS if name in knobs}
     rest: Sequence[str] = sorted(name for name in knobs if name not in IGNORED)
-    if columns.get("budget") is not None:
-        columns["budget"] = float(columns["budget"])
+    budget = columns.get("budget")
+    columns["budget"] = float(budget) if isinstance(budget, int | float) else None
     columns["knobs"] = json.dumps({name: knobs[name] for name in rest}) if rest else None
     return Row(
         method=entry.get("method"), store=entry.get("store"), context=record.get("context"), **setting, **columns

@@ -122,8 +122,6 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.
         StockStore("hqq", 8)
 
 
-
-
 def test_a_model_with_windows_is_refused_before_anything_runs() -> None:
     store = StockStore("fp8")
     check_model(tiny("qwen3"), Full(), store)

@@ -20,7 +20,8 @@ echo "--- the engine and the GPU kernels against the oldest supported transforme
 oldest=5.17.0
 oldest_triton=3.6.0
 aside=.venv-$oldest
-if [ "$(cat "$aside/installed" 2>/dev/null)" != "$(fingerprint)" ]; then
+wanted="$(fingerprint) $oldest $oldest_triton"
+if [ "$(cat "$aside/installed" 2>/dev/null)" != "$wanted" ]; then
     rm -rf "$aside"
     "$python" -m venv "$aside"
     # Sees all of .venv behind its own packages, so that pip brings only what differs.
@@ -36,7 +37,7 @@ behind = own.as_posix().replace(sys.prefix, sys.argv[1], 1)
 PYTHON
     "$aside/bin/python" -m pip install --quiet "transformers==$oldest"
     "$aside/bin/python" -m pip install --quiet --no-deps "triton==$oldest_triton"
-    fingerprint >"$aside/installed"
+    printf '%s\n' "$wanted" >"$aside/installed"
 fi
 "$aside/bin/python" -c "import transformers; assert transformers.__version__ == '$oldest', transformers.__file__"
 "$aside/bin/python" -c "import triton; assert triton.__version__ == '$oldest_triton', triton.__file__"

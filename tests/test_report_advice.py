@@ -208,6 +208,15 @@ def test_architectures_stand_in_one_table_with_sizes_first_and_where_weights_are
     assert "measured" not in cells and held.best == frozenset()  # of one method each there is no better one
 
 
+@pytest.mark.parametrize(("note", "reason"), [
+    ("3 -> 9: same logits", "heads repeated, for a larger cache than the model's own"),
+    ("3 -> 1: not lossless", "heads mean-pooled, and not trained so"), ("random weights", "random weights"),
+])  # fmt: skip
+def test_of_weights_that_were_not_trained_so_the_summary_says_what_they_are(note: str, reason: str) -> None:
+    made = [replace(row, kv_heads=9, converted="->" in note, note=note) for row in [*FULL, *cache("h2o", 20, 0.001)]]
+    assert any(f"1 cannot be judged ({reason})" in line for line in summary(groups_of(made)))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.5, 39), st.floats(-0.02, 0.3), st.floats(0.0005, 0.2), st.integers(0, 12)),
                 min_size=2, max_size=6), st.randoms(use_true_random=False))  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbench.report import units
 from kvbench.report.candidates import Candidate, Group
-from kvbench.report.names import TRAINED, weights_of
+from kvbench.report.names import RANDOM, REPEATED, TRAINED, weights_of
 from kvbench.rows import Row
 
 WIDEST_LOSS = 0.05  # nats a token: an interval that ends above it holds zero only because it is wide
@@ -65,8 +65,11 @@ def losses(member: Candidate, base: Candidate) -> list[str]:
 def unproven(member: Candidate, base: Candidate, *, needle: bool = False) -> str | None:
     """Why the rows do not show that a method kept up; None if they do, given that it has no `losses`."""
     loss, engaged = member.numbers.get("nll_minus_full"), member.numbers.get("engaged")
-    if weights_of(member.row) != TRAINED:
-        return "converted or random weights, and not trained so"
+    weights = weights_of(member.row)
+    if weights == REPEATED:
+        return "heads repeated, for a larger cache than the model's own"
+    if weights != TRAINED:
+        return "random weights" if weights == RANDOM else f"{weights}, and not trained so"
     if member.held is None:
         return "its memory was not measured at the same context"
     if loss is None or loss.value is None:

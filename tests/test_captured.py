@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 
 from kvbench.cache.account import held_bytes
 from kvbench.cache.attention import kvbench_attention
@@ -331,6 +331,7 @@ def test_a_full_or_foreign_batch_is_refused_before_anything_changes() -> None:
     assert captured.layers[0].kept == 22
 
 
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers has no fp8 cache")
 def test_what_decodes_eagerly_on_cuda_says_why() -> None:
     methods = {
         "as long as the prefix": Method("m", Recompute(), DenseStore()),

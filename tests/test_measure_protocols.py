@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +140,14 @@ def test_what_needs_a_prompt_is_refused_by_name(rule: Any, reason: str) -> None:
     assert "some" in str(refused.value) or "budget=0.5" in str(refused.value)
 
 
-@pytest.mark.parametrize("store", [Fp8(), PagedStore(Fp8()), StockStore("fp8")])
-def test_a_scale_fixed_by_a_prompt_of_one_token_is_refused(store: Store) -> None:
+@pytest.mark.parametrize("of", [Fp8, lambda: PagedStore(Fp8()), lambda: StockStore("fp8")],
+                         ids=["fp8", "paged", "stock"])  # fmt: skip
+def test_a_scale_fixed_by_a_prompt_of_one_token_is_refused(of: Callable[[], Store]) -> None:
     """It would cut off all that follows: a KL of 0.4 was seen where there is 0.01 after a prompt."""
+    try:
+        store = of()
+    except UserError as error:  # an older transformers has no such cache
+        pytest.skip(str(error))
     with pytest.raises(UserError, match="fixes its scale by the prompt and a stream has none"):
         check_stream(Method("some", Full(), store))
     check_stream(Method("some", Full(), PagedStore(PerToken())))

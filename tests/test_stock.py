@@ -123,7 +123,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.
 
 
 def test_a_model_with_windows_is_refused_before_anything_runs() -> None:
-    store = StockStore("fp8")
+    store = store_of("fp8")
     check_model(tiny("qwen3"), Full(), store)
     check_model(tiny("gemma3"), Full(), DenseStore())
     with pytest.raises(UserError, match="no sliding-window layers.*choose methods whose names do not begin with hf_"):

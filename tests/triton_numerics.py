@@ -298,23 +298,25 @@ def test_the_captured_step(name: str) -> None:
     assert captured.has_compressed and torch.equal(kept, wanted)
 
 
+@pytest.fixture
+def ptx(monkeypatch: pytest.MonkeyPatch) -> PtxInNumpy:
+    """What the GPU runs instead of plain operations, executed instruction by instruction."""
+    machine = PtxInNumpy()
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", lambda _, *arguments: machine(*arguments))
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+    return machine
+
+
 @BITS
 @pytest.mark.parametrize("kind", ["kivi", "per token"])
-def test_the_ptx_says_the_same(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU runs instead of plain operations, executed instruction by instruction."""
-    ptx = PtxInNumpy()
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", lambda _, *arguments: ptx(*arguments))
-    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+def test_the_ptx_says_the_same(kind: str, bits: int, ptx: PtxInNumpy) -> None:
     query, key, value = draw(torch.float16, 100, dims=(128, 128))
     check(query, store(kind, key, value, bits))
     assert ptx.ran == {"lop3.b32", "fma.rn.f16x2", "prmt.b32"}
 
 
 @pytest.mark.parametrize("kind, bits", [("per token", 3), ("codebook", 4), ("codebook", 3)])
-def test_the_ptx_of_3_bit_codes_and_codebooks(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ptx = PtxInNumpy()
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", lambda _, *arguments: ptx(*arguments))
-    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+def test_the_ptx_of_3_bit_codes_and_codebooks(kind: str, bits: int, ptx: PtxInNumpy) -> None:
     query, key, value = draw(torch.float16, 100, dims=(128, 128))
     check(query, store(kind, key, value, bits))
     assert ("mul.rn.f16x2" in ptx.ran) == (kind == "codebook")

@@ -10,7 +10,7 @@ import torch
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.record import clock
 from kvbench.graph import WARM_UP, decoder_for
-from kvbench.measure.bench import Bench, Entry, is_out_of_memory
+from kvbench.measure.bench import Bench, Entry, give_memory_back, is_out_of_memory
 from kvbench.measure.statistics import bounds, median_interval
 from kvbench.rows import Row
 from kvbench.settings import Latency
@@ -53,8 +53,7 @@ def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
                 finally:
                     gc.collect()
                 batch *= 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            give_memory_back()
             if found is None:
                 raise torch.OutOfMemoryError(f"not even one prompt of {context} tokens fits")
             yield from _rows(bench, entry, context, found, why)

@@ -24,10 +24,11 @@ from kvbench.measure.bench import Entry, failure
 from kvbench.measure.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
 from kvbench.model import load_model, model_spec
 from kvbench.progress import Progress
+from kvbench.report import names
 from kvbench.report.published import print_published, published_of
 from kvbench.report.tables import TerminalTable
 from kvbench.results import RunFolder, check_writable
-from kvbench.rows import Row
+from kvbench.rows import Row, frame_of
 from kvbench.run import check_switches, entries_of, instantiate
 from kvbench.sweep.plan import node_of
 
@@ -68,8 +69,9 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     finally:
         if folder.path.exists():
             folder.finish(status)
-    Console().print(TerminalTable(folder.rows))
-    print_published(published, folder.rows)
+    rows = names.rows_of(frame_of(folder.rows))  # as they are read from a run folder: a score may be undefined
+    Console().print(TerminalTable(rows))
+    print_published(published, rows)
     print(f"run folder: {folder.path}\nreport:     python -m kvbench.report {folder.path}")
     return 0 if status == "ok" else EXIT_SOME_FAILED
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvbench.api import load_method, load_model
     from kvbench.cache.build import build_cache, prefill
-    from kvbench.calibrate import calibrate
-    from kvbench.decode import generate
+    from kvbench.cache.calibrate import calibrate
+    from kvbench.cache.decode import generate
     from kvbench.harness.adapter import KVBenchLM
-    from kvbench.results import load
+    from kvbench.results.folder import load
 
 __version__ = "0.1.0"
 __all__ = ["KVBenchLM", "build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
@@ -34,11 +34,11 @@ if (_checkout / "methods").is_dir() and (_checkout / "conf").is_dir():
 _HOMES = {
     "build_cache": "kvbench.cache.build",
     "prefill": "kvbench.cache.build",
-    "calibrate": "kvbench.calibrate",
-    "generate": "kvbench.decode",
+    "calibrate": "kvbench.cache.calibrate",
+    "generate": "kvbench.cache.decode",
     "load_method": "kvbench.api",
     "load_model": "kvbench.api",
-    "load": "kvbench.results",
+    "load": "kvbench.results.folder",
     "KVBenchLM": "kvbench.harness.adapter",
 }
 

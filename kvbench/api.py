@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.build import Method
 from kvbench.config import entry_overrides, method_config
-from kvbench.model import LoadedModel, model_spec
-from kvbench.model import load_model as load_spec
+from kvbench.models.load import LoadedModel, model_spec
+from kvbench.models.load import load_model as load_spec
 from kvbench.run import instantiate
 
 

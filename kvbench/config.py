@@ -113,20 +113,26 @@ def entry_overrides(entry: str) -> list[str]:
         knobs = ("method", "store", *KNOBS, *OTHER_KNOBS)
         others = [_key(word) for word in words if _root(word) not in knobs]
         if others:
-            raise UserError(f"compare entry '{entry}' sets {others[0]}{did_you_mean(others[0], list(knobs))}; an entry "
-                            f"takes method, store and their knobs ({', '.join(knobs[2:])}), all else stands outside "
-                            "the list")  # fmt: skip
+            raise UserError(
+                f"compare entry '{entry}' sets {others[0]}{did_you_mean(others[0], list(knobs))}; an entry "
+                f"takes method, store and their knobs ({', '.join(knobs[2:])}), all else stands outside "
+                "the list"
+            )
         if not any(word.startswith("method=") for word in words):
             raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")
         keys = [_key(word) for word in words]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise UserError(f"compare entry '{entry}' gives {twice[0]} twice; type an entry for each, as in "
-                            "compare='[\"method=h2o budget=256\",\"method=h2o budget=512\"]'")  # fmt: skip
+            raise UserError(
+                f"compare entry '{entry}' gives {twice[0]} twice; type an entry for each, as in "
+                'compare=\'["method=h2o budget=256","method=h2o budget=512"]\''
+            )
         return words
     method, _, store = entry.strip().partition("+")
     if not re.fullmatch(r"[\w.-]+", method) or (("+" in entry) and not re.fullmatch(r"[\w.-]+", store)):
-        raise UserError(f"compare entry '{entry}' is not METHOD, METHOD+STORE or a list of overrides; "
-                        "type compare='[full,h2o,h2o+int4]', for example")  # fmt: skip
+        raise UserError(
+            f"compare entry '{entry}' is not METHOD, METHOD+STORE or a list of overrides; "
+            "type compare='[full,h2o,h2o+int4]', for example"
+        )
     return [f"method={method}", *([f"store={store}"] if store else [])]
 
 
@@ -186,8 +192,10 @@ def _wrapped(config: DictConfig, group: str, name: Any) -> DictConfig:
     except HydraException as error:
         raise UserError(unknown) from error
     if "inner" in found[part] or (group == "method" and "fixed" in found):
-        raise UserError(f"inner={name} is no plain {kind} and cannot go into {config[group].name}; "
-                        f"type inner={example}, for example")  # fmt: skip
+        raise UserError(
+            f"inner={name} is no plain {kind} and cannot go into {config[group].name}; "
+            f"type inner={example}, for example"
+        )
     _check_fixed(config, name, found)
     return found
 
@@ -197,8 +205,10 @@ def _check_fixed(config: DictConfig, store: str, node: DictConfig) -> None:
     for knob, value in node.get("fixed", {}).items():
         if knob in KNOBS and config[knob] is not None and config[knob] != value:
             family = store.rstrip("0123456789")
-            raise UserError(f"{knob}={config[knob]} contradicts {store}, which is {value} bits; "
-                            f"leave {knob} away, or choose another of the {family} family")  # fmt: skip
+            raise UserError(
+                f"{knob}={config[knob]} contradicts {store}, which is {value} bits; "
+                f"leave {knob} away, or choose another of the {family} family"
+            )
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:
@@ -212,8 +222,9 @@ def check_measures(measures: Any) -> list[str]:
     names = list(measures or []) if isinstance(measures, list | ListConfig | None) else [measures]
     for name in names:
         if str(name) not in MEASURES:
-            raise UserError(f"measure={name} is unknown{did_you_mean(str(name), MEASURES)}; "
-                            f"choose from {', '.join(MEASURES)}")  # fmt: skip
+            raise UserError(
+                f"measure={name} is unknown{did_you_mean(str(name), MEASURES)}; choose from {', '.join(MEASURES)}"
+            )
     if not names:
         raise UserError(f"measure=[] measures nothing; choose from {', '.join(MEASURES)}")
     return list(dict.fromkeys(names))

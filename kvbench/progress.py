@@ -32,8 +32,14 @@ class Progress:
             yield Advance(None)
             self.say(f"{name}: {time.monotonic() - started:.1f} s")
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
         with RichProgress(*columns, console=self.console, transient=True) as bars:
             yield Advance(bars, bars.add_task(name, total=steps, visible=False), time.monotonic() + SHOW_AFTER_S)
 
@@ -47,5 +53,3 @@ class Advance:
     def __call__(self, steps: int = 1) -> None:
         if self.bars is not None:
             self.bars.update(self.task, advance=steps, visible=time.monotonic() >= self.show_at)  # type: ignore[arg-type]
-
-

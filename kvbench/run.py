@@ -11,27 +11,24 @@ import hydra.utils
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import provenance
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import Method, check_model, decode_kernel
+from kvbench.cache.calibrate import calibrate
 from kvbench.cache.rule import check_budget, is_whole
-from kvbench.calibrate import calibrate
 from kvbench.config import MethodConfig, check_measures
-from kvbench.data import Text, bos_token, data_spec, load_text, tokenize
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.kernels import KERNELS
-from kvbench.limits import check_calibration_text, check_lengths, check_methods, small_prompts
-from kvbench.measure.bench import Bench, Entry
-from kvbench.measure.fidelity import fidelity
-from kvbench.measure.latency import latency
-from kvbench.measure.memory import memory
-from kvbench.measure.needle import needle
-from kvbench.measure.paging import paging
-from kvbench.measure.perplexity import perplexity
-from kvbench.measure.prompts import check_prompts
-from kvbench.measure.task_sets import check_tasks, files_fingerprint
-from kvbench.measure.tasks import tasks
-from kvbench.model import (
+from kvbench.measures.context import Bench, Entry
+from kvbench.measures.fidelity.continuations import fidelity
+from kvbench.measures.latency.decode_times import latency
+from kvbench.measures.limits import check_calibration_text, check_lengths, check_methods, small_prompts
+from kvbench.measures.memory.cache_bytes import memory
+from kvbench.measures.needle.answers import needle
+from kvbench.measures.paging.shared_prefixes import paging
+from kvbench.measures.perplexity.windows import perplexity
+from kvbench.measures.settings import KINDS, Needle, Tasks, read_settings
+from kvbench.measures.tasks.answers import tasks
+from kvbench.models.load import (
     LoadedModel,
     ModelSpec,
     describe,
@@ -43,20 +40,28 @@ from kvbench.model import (
     revision_of,
     tokenizer_hash,
 )
+from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
 from kvbench.report.published import Published, published_of
-from kvbench.results import RunFolder, check_writable
-from kvbench.rows import Row
-from kvbench.settings import KINDS, Needle, Tasks, read_settings
-from kvbench.shape import ModelShape
+from kvbench.results import provenance
+from kvbench.results.folder import RunFolder, check_writable
+from kvbench.results.row import Row
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Measures, Work, conclude, measure
 from kvbench.sweep.plan import Job, node_of
+from kvbench.texts.load import Text, bos_token, data_spec, load_text, tokenize
+from kvbench.texts.prompts import check_prompts
+from kvbench.texts.task_sets import check_tasks, files_fingerprint
 
 MEASURES: Measures = {
-    "perplexity": perplexity, "needle": needle, "tasks": tasks, "fidelity": fidelity, "memory": memory,
-    "latency": latency, "paging": paging,
-}  # fmt: skip
+    "perplexity": perplexity,
+    "needle": needle,
+    "tasks": tasks,
+    "fidelity": fidelity,
+    "memory": memory,
+    "latency": latency,
+    "paging": paging,
+}
 
 
 def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
@@ -89,11 +94,21 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
         samples = check_tasks(asked, shape.max_positions, tokenizer, bos)
     device = pick_device(spec.device)
     files = f"{files_fingerprint(asked)} bos={bos}" if isinstance(asked, Tasks) else ""
-    facts = Facts(_weights(spec, shape), f"{text.fingerprint} bos={bos}", str(pick_dtype(spec.dtype, device)),
-                  _device_name(device), str(config.kernel), torch.get_num_threads(), files)  # fmt: skip
+    facts = Facts(
+        _weights(spec, shape),
+        f"{text.fingerprint} bos={bos}",
+        str(pick_dtype(spec.dtype, device)),
+        _device_name(device),
+        str(config.kernel),
+        torch.get_num_threads(),
+        files,
+    )
     common = common_of(config)
-    work = Work(job, [(part, [with_key(cell_of(method, part, common), facts) for method in methods])
-                      for part in parts_of(settings)], facts.device)  # fmt: skip
+    work = Work(
+        job,
+        [(part, [with_key(cell_of(method, part, common), facts) for method in methods]) for part in parts_of(settings)],
+        facts.device,
+    )
     left = work.left()
     if not left:
         return conclude(work, None, published)
@@ -103,28 +118,46 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     for _, method in entries:
         check_model(loaded.model, method.rule, method.store)
     entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
-    bench = Bench(loaded, entries_of(entries, loaded, text, config, progress, bos), tokens, progress,
-                  config.kernel, config.save_tokens, config.save_kept, config.seed, spec, bos,
-                  prompts, samples)  # fmt: skip
+    bench = Bench(
+        loaded,
+        entries_of(entries, loaded, text, config, progress, bos),
+        tokens,
+        progress,
+        config.kernel,
+        config.save_tokens,
+        config.save_kept,
+        config.seed,
+        spec,
+        bos,
+        prompts,
+        samples,
+    )
     for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
         progress.say(f"warning: {line}")
     return _measure(work, bench, left, _label(methods), _resolved(config, methods), published)
 
 
-def _measure(work: Work, bench: Bench, left: list[Cell], label: str, resolved: dict[str, Any],
-             published: Published | None) -> int:  # fmt: skip
+def _measure(
+    work: Work, bench: Bench, left: list[Cell], label: str, resolved: dict[str, Any], published: Published | None
+) -> int:
     try:
         folder = RunFolder.create(
-            work.job.folder, label, resolved, provenance.collect(work.job.command),
+            work.job.folder,
+            label,
+            resolved,
+            provenance.collect(work.job.command),
             cells=[cell.record() | {"device": work.device} for cell in left],
-        )  # fmt: skip
+        )
         with kvbench_attention(bench.loaded.model):
             measure(work, bench, folder, MEASURES)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"kvbench: {work.job.folder} is full ({error.strerror}); what was written before is whole: make room and "
-              "type the same command again", file=sys.stderr)  # fmt: skip
+        print(
+            f"kvbench: {work.job.folder} is full ({error.strerror}); what was written before is whole: make room and "
+            "type the same command again",
+            file=sys.stderr,
+        )
         return EXIT_SOME_FAILED
     return conclude(work, folder, published)
 
@@ -143,15 +176,27 @@ def instantiate(config: MethodConfig) -> Method:
 
 
 def entries_of(
-    methods: list[tuple[MethodConfig, Method]], loaded: LoadedModel, text: Text, config: DictConfig,
-    progress: Progress, bos: int | None,
-) -> list[Entry]:  # fmt: skip
+    methods: list[tuple[MethodConfig, Method]],
+    loaded: LoadedModel,
+    text: Text,
+    config: DictConfig,
+    progress: Progress,
+    bos: int | None,
+) -> list[Entry]:
     base = Row(
-        model=loaded.name, revision=loaded.revision, arch=loaded.arch, kv_heads=loaded.kv_heads,
-        converted=loaded.converted, dataset=text.name, dtype=str(loaded.dtype).removeprefix("torch."),
-        device=_device_name(loaded.device), threads=torch.get_num_threads(), seed=config.seed,
-        bos="none" if bos is None else "first", tokenizer=tokenizer_hash(loaded.tokenizer),
-    )  # fmt: skip
+        model=loaded.name,
+        revision=loaded.revision,
+        arch=loaded.arch,
+        kv_heads=loaded.kv_heads,
+        converted=loaded.converted,
+        dataset=text.name,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=_device_name(loaded.device),
+        threads=torch.get_num_threads(),
+        seed=config.seed,
+        bos="none" if bos is None else "first",
+        tokenizer=tokenizer_hash(loaded.tokenizer),
+    )
     labels: dict[str, int] = {}
     entries = []
     for method_config, method in methods:
@@ -167,8 +212,14 @@ def entries_of(
         kernel = "sdpa" if method.rule.needs_ids or method.store.brings_cache else decode.name
         if reason := getattr(decode, "reason", ""):
             progress.say(f"note: {label} decodes on the {decode.name} kernel: {reason}")
-        row = replace(base, method=method_config.name, store=method_config.store, kernel=kernel, knobs=others,
-                      **{key: value for key, value in knobs.items() if key != "seed"})  # fmt: skip
+        row = replace(
+            base,
+            method=method_config.name,
+            store=method_config.store,
+            kernel=kernel,
+            knobs=others,
+            **{key: value for key, value in knobs.items() if key != "seed"},
+        )
         entries.append(Entry(method, label, row, knobs | method_config.others))
     return entries
 
@@ -206,9 +257,21 @@ def _label(methods: list[MethodConfig]) -> str:
 
 def _resolved(config: DictConfig, methods: list[MethodConfig]) -> dict[str, Any]:
     """The run's config with the methods as they were composed and the settings of what was measured."""
-    keep = ("seed", "kernel", "threads", "save_tokens", "save_kept", "model", "data", "published",
-            *check_measures(config.measure))  # fmt: skip
+    keep = (
+        "seed",
+        "kernel",
+        "threads",
+        "save_tokens",
+        "save_kept",
+        "model",
+        "data",
+        "published",
+        *check_measures(config.measure),
+    )
     nodes = OmegaConf.to_container(config, resolve=True)
     assert isinstance(nodes, dict)
-    return {"measure": check_measures(config.measure), "methods": [method.effective for method in methods],
-            **{key: nodes[key] for key in keep}}  # fmt: skip
+    return {
+        "measure": check_measures(config.measure),
+        "methods": [method.effective for method in methods],
+        **{key: nodes[key] for key in keep},
+    }

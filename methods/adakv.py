@@ -32,13 +32,17 @@ class AdaKV(KeepRule):
         super().__post_init__()
         if self.inner.budget != self.budget:
             found = "takes none" if self.inner.budget is None else f"has another, {self.inner.budget}"
-            raise UserError(f"AdaKV moves its budget={self.budget} between the heads of a rule, and {self.inner.name} "
-                            f"{found}; type inner=snapkv, for example")  # fmt: skip
+            raise UserError(
+                f"AdaKV moves its budget={self.budget} between the heads of a rule, and {self.inner.name} "
+                f"{found}; type inner=snapkv, for example"
+            )
         if not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
             raise UserError(f"floor={self.floor} for AdaKV; type a share from 0 to 1 (the paper's is 0.2)")
         if self.inner.sinks_in_place:
-            raise UserError(f"AdaKV with {self.inner.name}: heads that have evicted differently have no common "
-                            "positions inside the cache; type variant=absolute")  # fmt: skip
+            raise UserError(
+                f"AdaKV with {self.inner.name}: heads that have evicted differently have no common "
+                "positions inside the cache; type variant=absolute"
+            )
 
     @property
     def smallest_budget(self) -> int:

@@ -53,11 +53,14 @@ class ExpectedAttention(KeepRule):
         moments = record.observed[QueryMoments(self.n_sink)].unflatten(1, (heads, -1))  # [B, Hkv, Hq/Hkv, 1 + D, D]
         # k . R q = R' k . q: turning the keys back once serves mean and covariance.
         key = record.turned_back(length, self.future)
-        expected = torch.stack([
-            scale * (key @ of_head[:, :, 0].unsqueeze(-1)).squeeze(-1)
-            + scale**2 / 2 * (key @ of_head[:, :, 1:] * key).sum(-1)
-            for of_head in moments.unbind(2)
-        ], dim=2)  # [B, Hkv, Hq/Hkv, T]  # fmt: skip
+        expected = torch.stack(
+            [
+                scale * (key @ of_head[:, :, 0].unsqueeze(-1)).squeeze(-1)
+                + scale**2 / 2 * (key @ of_head[:, :, 1:] * key).sum(-1)
+                for of_head in moments.unbind(2)
+            ],
+            dim=2,
+        )  # [B, Hkv, Hq/Hkv, T]
         expected[..., : self.n_sink] = -torch.inf
         weight = softmax_with_sinks(expected.unsqueeze(3), record.scoring.sink_logits).squeeze(3).mean(2)
         scores: Tensor = weight * record.value.to(weight.dtype).norm(dim=-1)

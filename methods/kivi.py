@@ -61,8 +61,10 @@ class Kivi(Store):
 
     def planned_bytes(self, shape: SlotShape) -> int:
         sides = ((self.k_axis, self.k_bits, shape.key_dim), (self.v_axis, self.v_bits, shape.value_dim))
-        return sum(AXES[axis].planned_bytes(bits, self.group_size, self.residual_length, width, shape)
-                   for axis, bits, width in sides)  # fmt: skip
+        return sum(
+            AXES[axis].planned_bytes(bits, self.group_size, self.residual_length, width, shape)
+            for axis, bits, width in sides
+        )
 
 
 class KiviSlots(Slots):

@@ -26,8 +26,10 @@ class KiviCounts(Counts):
 
     def begin(self) -> None:
         super().begin()
-        self.rows = [self.newest - packed if ring is None else self.newest % ring
-                     for packed, ring in zip(self.packed, self.rings, strict=True)]  # fmt: skip
+        self.rows = [
+            self.newest - packed if ring is None else self.newest % ring
+            for packed, ring in zip(self.packed, self.rings, strict=True)
+        ]
 
     def end(self) -> None:
         super().end()

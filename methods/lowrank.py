@@ -68,8 +68,12 @@ class LowRank(Store):
         if basis is None:
             raise UserError(f"lowrank has no basis for layer {index}, which a window bounded during calibration")
         key_rank, value_rank = self._ranks(basis.keys.shape[-1], basis.values.shape[-1], basis)
-        return Coordinates(self._codes(key_rank, value_rank), basis.keys[..., :key_rank].contiguous(),
-                           basis.values[..., :value_rank].contiguous(), self.rotations[index])  # fmt: skip
+        return Coordinates(
+            self._codes(key_rank, value_rank),
+            basis.keys[..., :key_rank].contiguous(),
+            basis.values[..., :value_rank].contiguous(),
+            self.rotations[index],
+        )
 
     def planned_bytes(self, shape: SlotShape) -> int:
         """The mean over layers where ranks go by energy. Raises UserError for those before calibration."""

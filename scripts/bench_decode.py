@@ -20,11 +20,11 @@ from transformers import DynamicCache
 
 from kvbench import load_method, load_model
 from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
 from kvbench.cache.record import PrefillRecord
-from kvbench.data import load_text, tokenize
-from kvbench.decode import step
-from kvbench.provenance import cpu_name
+from kvbench.results.provenance import cpu_name
+from kvbench.texts.load import load_text, tokenize
 
 TURN = 8
 
@@ -117,8 +117,11 @@ def against_dynamic(bench: Bench, verdict: Callable[..., None], targets: dict[in
     for context, target in targets.items():
         full, stock = bench.ours("full", "full", context), bench.stock("DynamicCache", DynamicCache(), context)
         bench.race([full, stock])
-        verdict(f"TPOT full / DynamicCache at {context} ({full.median:.1f} / {stock.median:.1f} ms)",
-                full.median / stock.median, target)
+        verdict(
+            f"TPOT full / DynamicCache at {context} ({full.median:.1f} / {stock.median:.1f} ms)",
+            full.median / stock.median,
+            target,
+        )
 
 
 def slopes(bench: Bench, verdict: Callable[..., None], low: int, high: int) -> None:
@@ -162,8 +165,12 @@ def batched(bench: Bench, verdict: Callable[..., None], context: int, windows: i
     feed = many.feed
     many.feed = lambda ids: feed(ids.expand(windows, 1))
     bench.race([one, many])
-    verdict(f"perplexity's decode, {windows} windows at once: tokens/s over one at a time",
-            windows * one.median / many.median, 3, at_most=False)
+    verdict(
+        f"perplexity's decode, {windows} windows at once: tokens/s over one at a time",
+        windows * one.median / many.median,
+        3,
+        at_most=False,
+    )
 
 
 EIGHT = ("full", "kivi4", "kivi2", "h2o", "streaming_llm", "snapkv", "tova", "random")
@@ -190,8 +197,11 @@ def compared(bench: Bench, verdict: Callable[..., None], context: int, steps: in
     record = prefill(bench.model, prompt, [method.rule for method in methods])
     decodes = sum(decode(record, method) for method in methods)
     whole = bench.clock() - started
-    verdict(f"compare of 8 methods over one prefill ({context} tokens) and {steps} steps of each",
-            whole / (one_prefill + decodes), 1.10)
+    verdict(
+        f"compare of 8 methods over one prefill ({context} tokens) and {steps} steps of each",
+        whole / (one_prefill + decodes),
+        1.10,
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from kvbench.kernels.compile import load
 from kvbench.kernels.prefill import Scoring
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
-from kvbench.provenance import cpu_name
+from kvbench.results.provenance import cpu_name
 
 SHAPES = {"small": (9, 3, 64), "llama": (32, 8, 128)}
 """Query heads, KV heads and head size of SmolLM2-135M's and of Llama-3.1-8B's layers."""

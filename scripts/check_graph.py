@@ -22,11 +22,11 @@ from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import KVCache, Layer
 from kvbench.cache.captured import DecodeStep
+from kvbench.cache.decode import step
+from kvbench.cache.graph import WARM_UP, CudaGraph, GraphDecoder
 from kvbench.cache.paged import PagedStore
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.store import DenseStore, Store
-from kvbench.decode import step
-from kvbench.graph import WARM_UP, CudaGraph, GraphDecoder
 from kvbench.kernels.parts import Dense, Packed
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
@@ -40,7 +40,7 @@ from kvbench.methods.random import Random
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
-from kvbench.model import load_model, model_spec
+from kvbench.models.load import load_model, model_spec
 from scripts.gpu_timing import device_name, device_of, parser, save
 
 R, PROMPT, BUDGET, BATCH = 32, 150, 64, 2
@@ -53,8 +53,16 @@ MOST_CODES = 1e-3
 """Share of bytes of codes that may differ."""
 
 
-FEW = ("full", "kivi4", "h2o+int4", "streaming_llm", "streaming_llm+rot4", "lowrank+int4", "adakv",
-       "MLA absorbed, h2o+int8")  # fmt: skip
+FEW = (
+    "full",
+    "kivi4",
+    "h2o+int4",
+    "streaming_llm",
+    "streaming_llm+rot4",
+    "lowrank+int4",
+    "adakv",
+    "MLA absorbed, h2o+int8",
+)
 """What --tiny goes through: every kind of counter once."""
 
 Case = tuple[str, PreTrainedModel, Method]
@@ -81,30 +89,54 @@ def methods() -> Iterator[tuple[str, Method]]:
     """Those of a Llama."""
     dense, kivi4, int4 = DenseStore(), Kivi(4, 4, 32, R), PerToken(4, 4)
     chosen: dict[str, tuple[object, Store]] = {
-        "full": (Full(), dense), "full+bf16": (Full(), DenseStore("bfloat16")), "kivi4": (Full(), kivi4),
-        "kivi2": (Full(), Kivi(2, 2, 32, R)), "kivi, keys per token": (Full(), Kivi(4, 4, 32, R, k_axis="token")),
+        "full": (Full(), dense),
+        "full+bf16": (Full(), DenseStore("bfloat16")),
+        "kivi4": (Full(), kivi4),
+        "kivi2": (Full(), Kivi(2, 2, 32, R)),
+        "kivi, keys per token": (Full(), Kivi(4, 4, 32, R, k_axis="token")),
         "kivi, values per channel": (Full(), Kivi(4, 4, 32, R, v_axis="channel")),
-        "int8": (Full(), PerToken(8, 8)), "h2o": (H2O(BUDGET), dense),
-        "h2o filling": (H2O(PROMPT + R), dense), "h2o+int4": (H2O(BUDGET), int4),
+        "int8": (Full(), PerToken(8, 8)),
+        "h2o": (H2O(BUDGET), dense),
+        "h2o filling": (H2O(PROMPT + R), dense),
+        "h2o+int4": (H2O(BUDGET), int4),
         "streaming_llm": (StreamingLLM(BUDGET), dense),
         "streaming_llm+rot4": (StreamingLLM(BUDGET), PerToken(4, 4, rotate=True)),
-        "random": (Random(BUDGET), dense), "tova": (Tova(BUDGET), int4), "knorm": (KNorm(BUDGET), dense),
-        "snapkv+kivi4": (SnapKV(BUDGET), kivi4), "snapkv, holding": (SnapKV(BUDGET, decode="evict"), dense),
-        "pyramid+kivi4": (Pyramid(BUDGET), kivi4), "paged": (Full(), PagedStore()),
+        "random": (Random(BUDGET), dense),
+        "tova": (Tova(BUDGET), int4),
+        "knorm": (KNorm(BUDGET), dense),
+        "snapkv+kivi4": (SnapKV(BUDGET), kivi4),
+        "snapkv, holding": (SnapKV(BUDGET, decode="evict"), dense),
+        "pyramid+kivi4": (Pyramid(BUDGET), kivi4),
+        "paged": (Full(), PagedStore()),
         "paged+int4, h2o": (H2O(BUDGET), PagedStore(int4)),
         "adakv": (AdaKV(BUDGET, inner=SnapKV(BUDGET, decode="evict")), dense),
         "adakv, appending": (AdaKV(BUDGET, inner=SnapKV(BUDGET)), int4),
-    }  # fmt: skip
+    }
     for name, (rule, store) in chosen.items():
         yield name, Method(name, rule, store)
 
 
-COMMON = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2,
-          "num_attention_heads": 8, "max_position_embeddings": 4096, "initializer_range": 0.1}  # fmt: skip
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+}
 LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 64}
 HYBRID = {"model_type": "lfm2", "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
-MLA = {"model_type": "deepseek_v3", "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": None,
-       "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "first_k_dense_replace": 2}  # fmt: skip
+MLA = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 2,
+}
 
 
 def tiny_model(device: torch.device, own: dict[str, object] = LLAMA, layout: str | None = None) -> PreTrainedModel:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the cases th
 from kvbench.kernels import reference
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel, available, refusal
-from tests.triton_cases import (
+from tests.shared.triton_cases import (
     PROBABILITY_TOLERANCE,
     TOLERANCE,
     dense,
@@ -41,8 +41,9 @@ Errors = tuple[float, float]
 Variant = tuple[str, torch.dtype, Callable[[], Errors]]
 
 
-def draw(dtype: torch.dtype, slots: int, heads: tuple[int, int] = HEADS, q: int = 1, dim: int = 128,
-         batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def draw(
+    dtype: torch.dtype, slots: int, heads: tuple[int, int] = HEADS, q: int = 1, dim: int = 128, batch: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
     """query [B, Hq, q, D], key and value [B, Hkv, S, D]."""
     shapes = (heads[0], q, dim), (heads[1], slots, dim), (heads[1], slots, dim)
     query, key, value = (randn(batch, *s, dtype=dtype, seed=i, device=DEVICE) for i, s in enumerate(shapes))

@@ -26,29 +26,46 @@ from transformers import StaticCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
-from kvbench.cache.account import held_bytes
 from kvbench.cache.build import Method, build_cache
+from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
 from kvbench.cache.forward import cache_argument
+from kvbench.cache.graph import WARM_UP, decoder_for
 from kvbench.cache.observe import ColumnSums, Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, clock
 from kvbench.cache.store import DenseStore
-from kvbench.graph import WARM_UP, decoder_for
 from kvbench.kernels.prefill import Scoring
-from kvbench.measure.latency import read_bytes
+from kvbench.measures.latency.decode_times import read_bytes
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.model import LoadedModel, load_model, model_spec
+from kvbench.models.load import LoadedModel, load_model, model_spec
 from scripts.gpu_timing import device_name, device_of, parser, read_bandwidth, save
 
-LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-         "max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}  # fmt: skip
-TINY = {"model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "max_position_embeddings": 8192}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
 
 MEMORY_BOUND = 1.25
 """TPOT at batch 8 and 64k over the time of reading weights and cache: what is to be reached."""
@@ -74,15 +91,27 @@ class Plan:
 
 
 OURS = ("full", "kivi4", "kivi2", "h2o", "streaming_llm")
-FULL_PLAN = Plan((
-    *(Cell(8, 65536, entry) for entry in ("full", "kivi4")), *(Cell(1, 65536, entry) for entry in OURS),
-    *(Cell(1, 4096, entry) for entry in OURS), Cell(8, 65536, "kivi2"), Cell(8, 65536, "h2o"),
-    Cell(1, 131072, "full"), Cell(1, 131072, "kivi4"), *(Cell(32, 4096, entry) for entry in ("full", "kivi4")),
-    *(Cell(1, c, entry, compiled=True) for c in (4096, 65536) for entry in ("full", "kivi4")),
-    Cell(1, 4096, "StaticCache"), Cell(1, 65536, "StaticCache"), Cell(8, 65536, "StaticCache"),
-), 1024, 32)  # fmt: skip
-TINY_PLAN = Plan((*(Cell(2, 256, entry) for entry in OURS), Cell(1, 256, "full", compiled=True),
-                  Cell(2, 256, "StaticCache")), 64, 4)  # fmt: skip
+FULL_PLAN = Plan(
+    (
+        *(Cell(8, 65536, entry) for entry in ("full", "kivi4")),
+        *(Cell(1, 65536, entry) for entry in OURS),
+        *(Cell(1, 4096, entry) for entry in OURS),
+        Cell(8, 65536, "kivi2"),
+        Cell(8, 65536, "h2o"),
+        Cell(1, 131072, "full"),
+        Cell(1, 131072, "kivi4"),
+        *(Cell(32, 4096, entry) for entry in ("full", "kivi4")),
+        *(Cell(1, c, entry, compiled=True) for c in (4096, 65536) for entry in ("full", "kivi4")),
+        Cell(1, 4096, "StaticCache"),
+        Cell(1, 65536, "StaticCache"),
+        Cell(8, 65536, "StaticCache"),
+    ),
+    1024,
+    32,
+)
+TINY_PLAN = Plan(
+    (*(Cell(2, 256, entry) for entry in OURS), Cell(1, 256, "full", compiled=True), Cell(2, 256, "StaticCache")), 64, 4
+)
 
 
 def method_of(entry: str, budget: int) -> Method:
@@ -173,8 +202,12 @@ def step_ms(feed: Feed, ids: Tensor, steps: int) -> list[float]:
 @torch.inference_mode()
 def measure(loaded: LoadedModel, cell: Cell, plan: Plan, bandwidth: float) -> dict[str, object]:
     ids = torch.zeros(cell.batch, 1, dtype=torch.int64, device=loaded.device)
-    row: dict[str, object] = {"batch": cell.batch, "context": cell.context, "entry": cell.entry,
-                              "rest": "torch.compile" if cell.compiled else "eager"}  # fmt: skip
+    row: dict[str, object] = {
+        "batch": cell.batch,
+        "context": cell.context,
+        "entry": cell.entry,
+        "rest": "torch.compile" if cell.compiled else "eager",
+    }
     try:
         if cell.compiled:
             compile_the_rest(loaded.model, loaded.device.type == "cuda")
@@ -206,8 +239,12 @@ def show(row: dict[str, object], console: Console) -> None:
     verdict = ""
     if (row["batch"], row["context"]) == (8, 65536) and row["entry"] != "StaticCache":
         verdict = f" (at most {MEMORY_BOUND}: {'met' if float(row['ratio']) <= MEMORY_BOUND else 'missed'})"
-    console.print(f"{head} {row['tpot_p50_ms']:8.2f} ms, {row['ratio']:5.2f} x reading weights and cache"
-                  f"{verdict}   [{row['mode']}]", markup=False, highlight=False)  # fmt: skip
+    console.print(
+        f"{head} {row['tpot_p50_ms']:8.2f} ms, {row['ratio']:5.2f} x reading weights and cache"
+        f"{verdict}   [{row['mode']}]",
+        markup=False,
+        highlight=False,
+    )
 
 
 def main() -> int:
@@ -223,8 +260,10 @@ def main() -> int:
     loaded = load_model(model_spec({"random": shape, "dtype": dtype, "device": str(device)}))
     label = "random weights, " + ("tiny" if arguments.tiny else "Llama-3.1-8B-shaped")
     weights = read_bytes(loaded.model) / 1e9
-    console.print(f"{device_name(device)}, torch {torch.__version__}, {label}: {weights:.1f} GB of weights, "
-                  f"memory read at {bandwidth / 1e9:.0f} GB/s")  # fmt: skip
+    console.print(
+        f"{device_name(device)}, torch {torch.__version__}, {label}: {weights:.1f} GB of weights, "
+        f"memory read at {bandwidth / 1e9:.0f} GB/s"
+    )
     rows: list[dict[str, object]] = []
     for cell in plan.cells:
         if time.monotonic() - started > arguments.seconds:

@@ -70,8 +70,10 @@ def kivi(bits: int, shape: Shape, batch: int, context: int, device: torch.device
     n = context - RESIDUAL
     newest_keys, newest_values, _ = dense(shape, batch, RESIDUAL, device)
     keys: list[Part] = [packed_rows("token", bits, shape, batch, n, device), *newest_keys]
-    values: list[Part] = [packed_rows("channel", bits, shape, batch, n, device),
-                          *(Dense(part.rows, is_ring=True) for part in newest_values)]  # fmt: skip
+    values: list[Part] = [
+        packed_rows("channel", bits, shape, batch, n, device),
+        *(Dense(part.rows, is_ring=True) for part in newest_values),
+    ]
     return keys, values, lengths(n, context, device)
 
 
@@ -113,8 +115,16 @@ def ours(query: Tensor, shape: Shape, batch: int, context: int) -> Iterator[Made
         yield from ours_over(name, [make()], make, kernel, query, scoring, device)
 
 
-def ours_over(name: str, caches: list[Cache], make: Callable[[], Cache] | None, kernel: LengthsKernel, query: Tensor,
-              scoring: Scoring, device: torch.device, probabilities: bool = False) -> Iterator[Made]:  # fmt: skip
+def ours_over(
+    name: str,
+    caches: list[Cache],
+    make: Callable[[], Cache] | None,
+    kernel: LengthsKernel,
+    query: Tensor,
+    scoring: Scoring,
+    device: torch.device,
+    probabilities: bool = False,
+) -> Iterator[Made]:
     read = cache_bytes(caches[0])
     if make is not None:
         caches += [make() for _ in range(copies(read, device) - 1)]
@@ -141,8 +151,11 @@ def sixteen_bit(query: Tensor, shape: Shape, batch: int, context: int) -> Iterat
     if device.type == "cuda":
         for name, backend in (("FlashAttention", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
             yield f"torch {name}", read, [lambda k=k, v=v, b=backend: sdpa(query, k, v, b) for k, v in pairs]
-            yield (f"torch {name}, heads as tokens", read,
-                   [lambda k=k, v=v, b=backend: sdpa(folded, k, v, b) for k, v in pairs])  # fmt: skip
+            yield (
+                f"torch {name}, heads as tokens",
+                read,
+                [lambda k=k, v=v, b=backend: sdpa(folded, k, v, b) for k, v in pairs],
+            )
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None) -> Tensor:
@@ -157,8 +170,13 @@ def measure(shape: Shape, batch: int, context: int, device: torch.device, bandwi
     rows: list[dict[str, object]] = []
     for contenders in (sixteen_bit, ours):
         for name, read, calls in contenders(query, shape, batch, context):
-            row: dict[str, object] = {"batch": batch, "context": context, "contender": name, "bytes": read,
-                                      "caches": len(calls)}  # fmt: skip
+            row: dict[str, object] = {
+                "batch": batch,
+                "context": context,
+                "contender": name,
+                "bytes": read,
+                "caches": len(calls),
+            }
             try:
                 took = seconds(calls, device)
                 row |= {"ms": 1e3 * took, "gb_per_s": read / took / 1e9, "of_read": read / took / bandwidth}
@@ -173,15 +191,22 @@ def measure(shape: Shape, batch: int, context: int, device: torch.device, bandwi
 
 def show(rows: list[dict[str, object]], console: Console) -> None:
     best = min((float(r["ms"]) for r in rows if str(r["contender"]).startswith("torch") and "ms" in r), default=0.0)
-    table = Table("contender", "ms", "GB/s", "of read", "x best torch",
-                  title=f"batch {rows[0]['batch']}, {rows[0]['context']} slots")  # fmt: skip
+    table = Table(
+        "contender",
+        "ms",
+        "GB/s",
+        "of read",
+        "x best torch",
+        title=f"batch {rows[0]['batch']}, {rows[0]['context']} slots",
+    )
     for row in rows:
         if "ms" not in row:
             table.add_row(str(row["contender"]), str(row["error"])[:60])
             continue
         ms = float(row["ms"])
-        table.add_row(str(row["contender"]), f"{ms:.4f}", f"{row['gb_per_s']:.0f}", f"{row['of_read']:.1%}",
-                      f"{best / ms:.2f}")  # fmt: skip
+        table.add_row(
+            str(row["contender"]), f"{ms:.4f}", f"{row['gb_per_s']:.0f}", f"{row['of_read']:.1%}", f"{best / ms:.2f}"
+        )
     console.print(table)
 
 
@@ -193,13 +218,17 @@ def verdicts(rows: list[dict[str, object]], console: Console) -> bool:
         if sixteen is None or int4 is None:
             continue
         share, ratio = float(sixteen["of_read"]), float(sixteen["ms"]) / float(int4["ms"])
-        console.print(f"batch {batch}, 64k: 16-bit kernel {share:.0%} of read bandwidth "
-                      f"(at least 75%: {'met' if share >= 0.75 else 'missed'}); int4 {ratio:.2f} x the 16-bit kernel "
-                      f"(at least 2.5: {'met' if ratio >= 2.5 else 'missed'})")  # fmt: skip
+        console.print(
+            f"batch {batch}, 64k: 16-bit kernel {share:.0%} of read bandwidth "
+            f"(at least 75%: {'met' if share >= 0.75 else 'missed'}); int4 {ratio:.2f} x the 16-bit kernel "
+            f"(at least 2.5: {'met' if ratio >= 2.5 else 'missed'})"
+        )
     beyond = [r for r in found.values() if float(r["of_read"]) > 1]
     for r in beyond:
-        console.print(f"FAILED: {r['contender']} at batch {r['batch']}, {r['context']} slots seems to read at "
-                      f"{r['of_read']:.1%} of what the memory gives")  # fmt: skip
+        console.print(
+            f"FAILED: {r['contender']} at batch {r['batch']}, {r['context']} slots seems to read at "
+            f"{r['of_read']:.1%} of what the memory gives"
+        )
     return not beyond
 
 
@@ -211,8 +240,9 @@ def main() -> int:
     bandwidth = read_bandwidth(device)
     kernel = kernel_on(device).name
     facts = {"device": device_name(device), "kernel": kernel, "read_gb_per_s": bandwidth / 1e9, "shape": str(shape)}
-    console.print(f"{device_name(device)}, torch {torch.__version__}, kernel {kernel}, "
-                  f"memory read at {bandwidth / 1e9:.0f} GB/s")  # fmt: skip
+    console.print(
+        f"{device_name(device)}, torch {torch.__version__}, kernel {kernel}, memory read at {bandwidth / 1e9:.0f} GB/s"
+    )
     rows: list[dict[str, object]] = []
     for batch in shape.batches:
         for context in shape.contexts:

@@ -67,7 +67,7 @@ print(platform.platform(), platform.python_version())
 for name in (\"torch\", \"triton\", \"transformers\", \"hydra-core\", \"omegaconf\", \"datasets\", \"gguf\", \"numpy\"):
     try: print(name, m.version(name))
     except m.PackageNotFoundError: print(name, \"is missing\")
-import torch, kvbench.graph
+import torch, kvbench.cache.graph
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else \"no CUDA device\")"' "$python"
 
 # The Triton kernels are trusted for what follows only where every variant agrees with the reference.

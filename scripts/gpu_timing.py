@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvbench.graph import CudaGraph
+from kvbench.cache.graph import CudaGraph
 
 Call = Callable[[], object]
 
@@ -54,6 +54,7 @@ def copies(bytes_read: int, device: torch.device) -> int:
 
 def seconds(calls: Sequence[Call], device: torch.device) -> float:
     """Median seconds of one call, the calls taking turns; on CUDA as one graph, without the launches."""
+
     def all_calls() -> None:
         for call in calls:
             call()

@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1
 if [ "${KVBENCH_NIGHTLY:-0}" = 1 ]; then
     echo "--- tasks of lm-evaluation-harness"
     set_up lm_eval
-    "$python" -m pytest tests/test_harness.py
+    "$python" -m pytest tests/harness/test_harness.py
 fi
 
 echo "--- sweeps through a real Slurm"
@@ -41,5 +41,5 @@ PYTHON
 fi
 "$aside/bin/python" -c "import transformers; assert transformers.__version__ == '$oldest', transformers.__file__"
 "$aside/bin/python" -c "import triton; assert triton.__version__ == '$oldest_triton', triton.__file__"
-"$aside/bin/python" -m pytest tests/test_kernels_triton.py
+"$aside/bin/python" -m pytest tests/kernels/test_triton.py
 exec "$aside/bin/python" -m pytest -n 2 --dist loadfile -m "engine and not slow"

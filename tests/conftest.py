@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.checkpoint import model_spec
-from kvbench.fetch import fetched_folder
-from kvbench.model import LoadedModel, load_model
+from kvbench.models.checkpoint import model_spec
+from kvbench.models.load import LoadedModel, load_model
+from kvbench.offline import fetched_folder
 
 
 def pytest_configure(config: pytest.Config) -> None:

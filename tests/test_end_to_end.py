@@ -12,29 +12,73 @@ import pandas as pd
 import pytest
 import torch
 
-from kvbench.__main__ import main
-from kvbench.fetch import cache_folder
-from kvbench.model import LoadedModel
+from kvbench.cli.main import main
+from kvbench.models.load import LoadedModel
+from kvbench.offline import cache_folder
 from kvbench.report.__main__ import main as report
-from kvbench.results import COLUMNS, SCHEMA, find_runs, load
-from tests.test_measure_perplexity import plain_nll
-from tests.text import light
+from kvbench.results.folder import COLUMNS, SCHEMA, find_runs, load
+from tests.measures.test_perplexity import plain_nll
+from tests.shared.text import light
 
 METHODS = ("full", "recompute", "kivi", "kivi8", "kivi4", "kivi2", "h2o", "streaming_llm", "random")
 CONTEXT, TOKENS = 96, 24
 COMMAND = [
-    "model=random-tiny", "data=random", "measure=[perplexity,memory,latency]", "budget=40", "residual=32",
+    "model=random-tiny",
+    "data=random",
+    "measure=[perplexity,memory,latency]",
+    "budget=40",
+    "residual=32",
     f"compare=[{','.join(METHODS)},h2o+int4,full+int8]",
-    f"perplexity.context={CONTEXT}", f"perplexity.tokens={TOKENS}", f"memory.contexts=[{CONTEXT}]",
-    "memory.tokens=8", "memory.isolate=false",
-    f"latency.contexts=[48,{CONTEXT}]", "latency.steps=8", "latency.warmup=2", "seed=5",
-]  # fmt: skip
-PERPLEXITY = {"nll", "ppl", "kl", "kl_reverse", "top1", "top5", "nll_minus_full", "nll_minus_full_worst_decile",
-              "worse_share", "nll_at", "kl_at", "engaged", "kept_tokens", "positions_processed"}  # fmt: skip
-MEMORY = {"held_bytes", "dense_bytes", "slack_bytes", "peak_prefill_bytes", "peak_decode_bytes", "engaged",
-          "kept_tokens", "positions_processed"}  # fmt: skip
-LATENCY = {"prefill_ms", "ttft_ms", "observe_ms", "compress_ms", "tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "steady",
-           "load_average", "engaged", "kept_tokens", "positions_processed"}  # fmt: skip
+    f"perplexity.context={CONTEXT}",
+    f"perplexity.tokens={TOKENS}",
+    f"memory.contexts=[{CONTEXT}]",
+    "memory.tokens=8",
+    "memory.isolate=false",
+    f"latency.contexts=[48,{CONTEXT}]",
+    "latency.steps=8",
+    "latency.warmup=2",
+    "seed=5",
+]
+PERPLEXITY = {
+    "nll",
+    "ppl",
+    "kl",
+    "kl_reverse",
+    "top1",
+    "top5",
+    "nll_minus_full",
+    "nll_minus_full_worst_decile",
+    "worse_share",
+    "nll_at",
+    "kl_at",
+    "engaged",
+    "kept_tokens",
+    "positions_processed",
+}
+MEMORY = {
+    "held_bytes",
+    "dense_bytes",
+    "slack_bytes",
+    "peak_prefill_bytes",
+    "peak_decode_bytes",
+    "engaged",
+    "kept_tokens",
+    "positions_processed",
+}
+LATENCY = {
+    "prefill_ms",
+    "ttft_ms",
+    "observe_ms",
+    "compress_ms",
+    "tpot_p50_ms",
+    "tpot_p90_ms",
+    "tpot_p99_ms",
+    "steady",
+    "load_average",
+    "engaged",
+    "kept_tokens",
+    "positions_processed",
+}
 
 
 def run(folder: Path, words: list[str]) -> Path:
@@ -80,9 +124,17 @@ def test_rows_are_one_number_each_with_all_that_made_it(folder: Path, frame: pd.
     cell = ["method", "store", "knobs", "measure", "metric", "context", "depth", "position", "budget", "bits"]
     assert not frame.duplicated(cell).any()
     for name, value in {
-        "run": folder.name, "model": "random-tiny", "arch": "gqa", "kv_heads": 2, "converted": False,
-        "dataset": "random", "dtype": "float32", "threads": 1, "seed": 5, "bos": "none",
-    }.items():  # fmt: skip
+        "run": folder.name,
+        "model": "random-tiny",
+        "arch": "gqa",
+        "kv_heads": 2,
+        "converted": False,
+        "dataset": "random",
+        "dtype": "float32",
+        "threads": 1,
+        "seed": 5,
+        "bos": "none",
+    }.items():
         assert set(frame[name]) == {value}, name
     for name in ("revision", "device", "unit", "protocol", "n"):
         assert frame[name].notna().all(), name
@@ -145,8 +197,16 @@ def test_the_report_is_built_from_the_folder(folder: Path, tmp_path: Path, capsy
 
 @pytest.fixture(scope="module")
 def first_light(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["experiment=first_light", "budget=128", "perplexity.context=512", "perplexity.tokens=64",
-             "perplexity.windows=2", "needle.lengths=[512]", "needle.samples=1", "save_tokens=true"]  # fmt: skip
+    words = [
+        "experiment=first_light",
+        "budget=128",
+        "perplexity.context=512",
+        "perplexity.tokens=64",
+        "perplexity.windows=2",
+        "needle.lengths=[512]",
+        "needle.samples=1",
+        "save_tokens=true",
+    ]
     assert cache_folder().is_dir()
     return run(tmp_path_factory.mktemp("first_light"), words)
 

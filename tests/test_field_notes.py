@@ -10,15 +10,15 @@ import torch
 
 from kvbench.cache.build import Method
 from kvbench.errors import UserError
-from kvbench.measure.memory import memory
-from kvbench.measure.needle import needle
-from kvbench.measure.perplexity import perplexity
+from kvbench.measures.memory.cache_bytes import memory
+from kvbench.measures.needle.answers import needle
+from kvbench.measures.perplexity.windows import perplexity
+from kvbench.measures.settings import Memory, Needle, Perplexity
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
-from kvbench.rows import Row
-from kvbench.settings import Memory, Needle, Perplexity
-from tests.models import random_llama
-from tests.text import bench_of, character_tokenizer, light, methods, prose, rows_of, value
+from kvbench.results.row import Row
+from tests.shared.models import random_llama
+from tests.shared.text import bench_of, character_tokenizer, light, methods, prose, rows_of, value
 
 TOKENIZER = character_tokenizer()
 TEXT = torch.tensor(TOKENIZER(prose(3_000))["input_ids"])
@@ -62,8 +62,11 @@ def test_engaged_and_kept_stand_in_every_measure() -> None:
     named = methods("full", "h2o", budget=200)
     bench = bench_of(MODEL, named, TEXT, TOKENIZER)
     asked = Needle(lengths=[120], depths=[0.5], samples=2, question=["after"], batch=2)
-    for rows in (rows_of(perplexity(bench, Perplexity(40, 10, 2, 2))), rows_of(needle(bench, asked)),
-                 rows_of(memory(bench, Memory([40], 4)))):  # fmt: skip
+    for rows in (
+        rows_of(perplexity(bench, Perplexity(40, 10, 2, 2))),
+        rows_of(needle(bench, asked)),
+        rows_of(memory(bench, Memory([40], 4))),
+    ):
         engaged = [row.value for row in rows if row.method == "h2o" and row.metric == "engaged"]
         kept = [row.value for row in rows if row.method == "h2o" and row.metric == "kept_tokens"]
         assert engaged and set(engaged) == {0.0} and kept and None not in kept

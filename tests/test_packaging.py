@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import kvbench
+from tests.shared.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ["kvbench", "methods", "conf", "pyproject.toml", "README.md", "LICENSE"]
 
 
@@ -102,9 +102,7 @@ def stub_python(folder: Path, body: str) -> str:
         ),
     ],
 )
-def test_a_machine_without_python_or_venv_gets_one_line(
-    tmp_path: Path, script: str, body: str, expected: str
-) -> None:
+def test_a_machine_without_python_or_venv_gets_one_line(tmp_path: Path, script: str, body: str, expected: str) -> None:
     copy = checkout_copy(tmp_path / "copy", ["scripts", "pyproject.toml"])
     done = run(["bash", f"scripts/{script}"], copy, PYTHON=stub_python(tmp_path, body))
     assert done.returncode == 2
@@ -163,9 +161,7 @@ def test_the_wheel_works_in_a_fresh_venv_and_brings_nothing_else(tmp_path: Path,
     assert done.returncode == 0, done.stderr
     assert set(os.listdir(site)) - before == {"kvbench", f"kvbench-{kvbench.__version__}.dist-info"}
     for folder in ("methods", "conf"):
-        kept = [
-            p.relative_to(ROOT / folder) for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml")
-        ]
+        kept = [p.relative_to(ROOT / folder) for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml")]
         assert kept and all((site / "kvbench" / folder / p).is_file() for p in kept)
     works(fresh_venv, tmp_path, site / "kvbench")
 

@@ -19,16 +19,16 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from kvbench import progress
-from kvbench.__main__ import main
+from kvbench.cli.main import main
 from kvbench.errors import UserError
-from kvbench.limits import check_lengths, small_prompts
-from kvbench.measure import prefills as prefills_module
+from kvbench.measures import fallbacks as prefills_module
+from kvbench.measures.limits import check_lengths, small_prompts
+from kvbench.measures.settings import Fidelity, Latency, Memory, Perplexity
 from kvbench.progress import Progress
-from kvbench.results import find_runs, load, read_status
-from kvbench.settings import Fidelity, Latency, Memory, Perplexity
-from tests.text import light, methods
+from kvbench.results.folder import find_runs, load, read_status
+from tests.shared.paths import ROOT
+from tests.shared.text import light, methods
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = ["model=random-tiny", "data=random"]
 PERPLEXITY = ["perplexity.context=40", "perplexity.tokens=10"]
 LATENCY = ["latency.contexts=[40]", "latency.steps=8", "latency.warmup=2"]
@@ -36,7 +36,8 @@ MEMORY = ["memory.contexts=[32]", "memory.tokens=2", "memory.isolate=false"]
 
 
 def breaks(how: str, at: int) -> str:
-    return f"method=random budget=12 method.rule._target_=tests.text.Breaks +method.rule.how={how} +method.rule.at={at}"
+    rule = "method.rule._target_=tests.shared.text.Breaks"
+    return f"method=random budget=12 {rule} +method.rule.how={how} +method.rule.at={at}"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def test_a_cell_that_fails_is_a_row_and_costs_no_other(how: str, capsys: pytest.
     assert done == {"perplexity": {"full", "h2o"}, "latency": {"full", "h2o"}, "memory": {"full", "h2o", "random"}}
     status = read_status(the_run())
     assert status["status"] == how
-    assert "tests/text.py" in status["error"]  # the traceback
+    assert "tests/shared/text.py" in status["error"]  # the traceback
     told = [line for line in output.err.splitlines() if line.startswith("kvbench: ")]
     assert len(told) == 2 and all(f"{how}: random" in line for line in told)
     assert "h2o" in output.out  # the table of what there is
@@ -87,7 +88,7 @@ def test_memory_is_measured_in_fresh_processes_and_one_that_fails_costs_no_other
     assert main([*TINY, *words, f'compare=[full,"{breaks("failed", 34)}"]', "budget=12"]) == 3
     frame = load(the_run())
     assert dict(zip(frame["method"], frame["status"], strict=True)) == {"full": "ok", "random": "failed"}
-    assert "tests/text.py" in read_status(the_run())["error"]
+    assert "tests/shared/text.py" in read_status(the_run())["error"]
     peaks = frame[frame["metric"].isin(["peak_prefill_bytes", "peak_decode_bytes"])]
     assert len(peaks) == 2 and peaks["note"].str.contains("in a fresh process").all()
 
@@ -129,8 +130,17 @@ def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
 
 
 def test_sigterm_keeps_what_was_measured(empty_folder: Path) -> None:
-    command = [sys.executable, "-m", "kvbench", *TINY, "measure=[memory,latency]", *MEMORY, "latency.contexts=[64]",
-               "latency.steps=8000", "threads=1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "kvbench",
+        *TINY,
+        "measure=[memory,latency]",
+        *MEMORY,
+        "latency.contexts=[64]",
+        "latency.steps=8000",
+        "threads=1",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True

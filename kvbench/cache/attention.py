@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvbench.cache.mla import latents_handed_on
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring, causal_attention
-from kvbench.shape import refuse_without_attention_interface
+from kvbench.models.shape import refuse_without_attention_interface
 
 IMPLEMENTATION = "kvbench"
 
@@ -71,12 +71,15 @@ def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     Raises UserError for scores that sdpa does not know.
     """
     if scoring.softcap is not None or scoring.window is not None or scoring.sink_logits is not None:
-        raise UserError(f"{type(module).__name__} scores in a way that sdpa, which transformers' own caches decode "
-                        "through, does not know; choose methods whose names do not begin with hf_")  # fmt: skip
+        raise UserError(
+            f"{type(module).__name__} scores in a way that sdpa, which transformers' own caches decode "
+            "through, does not know; choose methods whose names do not begin with hf_"
+        )
     q, slots = query.shape[2], key.shape[2]
     seen = None if q == 1 else torch.ones(q, slots, dtype=torch.bool, device=query.device).tril(slots - q)
-    output, _ = sdpa_attention_forward(module, query, key, value, None if seen is None else seen[None, None],
-                                       scaling=scoring.scaling)  # fmt: skip
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, None if seen is None else seen[None, None], scaling=scoring.scaling
+    )
     turned: Tensor = output.transpose(1, 2)
     return turned
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.atomic import write_atomic
 from kvbench.cache.build import prefill
 from kvbench.cache.rotary import KeyRotation
+from kvbench.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,12 @@ def save_bases(path: Path, bases: list[Basis | None]) -> None:
     """Write them to a safetensors file, whole or not at all."""
     from safetensors.torch import save
 
-    tensors = {f"{i}.{f.name}": getattr(basis, f.name).cpu().contiguous()
-               for i, basis in enumerate(bases) if basis is not None for f in fields(Basis)}  # fmt: skip
+    tensors = {
+        f"{i}.{f.name}": getattr(basis, f.name).cpu().contiguous()
+        for i, basis in enumerate(bases)
+        if basis is not None
+        for f in fields(Basis)
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(tensors, {"layers": str(len(bases))}))
 
@@ -78,8 +82,10 @@ def load_bases(path: Path, layers: int, device: torch.device) -> list[Basis | No
     names = [f.name for f in fields(Basis)]
     try:
         tensors = load_file(path, device=str(device))
-        found = [Basis(*(tensors[f"{i}.{name}"] for name in names)) if f"{i}.{names[0]}" in tensors else None
-                 for i in range(layers)]  # fmt: skip
+        found = [
+            Basis(*(tensors[f"{i}.{name}"] for name in names)) if f"{i}.{names[0]}" in tensors else None
+            for i in range(layers)
+        ]
     except (OSError, SafetensorError, KeyError):
         return None
     return found if any(found) else None

@@ -1,7 +1,7 @@
 """From a prompt to compressed caches: prefill once, then build any number of caches from the record.
 
-    record = prefill(model, ids, [method.rule])
-    cache = build_cache(model, method, record, max_new_tokens=128)
+record = prefill(model, ids, [method.rule])
+cache = build_cache(model, method, record, max_new_tokens=128)
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from kvbench.cache.stock import NO_WINDOWS, StockCache, StockStore
 from kvbench.cache.store import SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, Kernel, ReferenceKernel, choose
-from kvbench.shape import layer_windows, mla_layout, shape_of
+from kvbench.models.shape import layer_windows, mla_layout, shape_of
 
 PROBE = 512
 """Tokens by which a kernel is asked whether it reads a store: enough for the usual residuals to be quantised."""
@@ -46,11 +46,15 @@ class Method:
         overwrite single slots, or where the store does not take the model's layout of latent attention, `mla`."""
         check_store(self.store, mla)
         if self.store.brings_cache and (self.rule.budget is not None or self.rule.needs_ids or mla is not None):
-            raise UserError("transformers' own caches take no keep rule and no latent attention; choose another store "
-                            f"for method={self.name}")  # fmt: skip
+            raise UserError(
+                "transformers' own caches take no keep rule and no latent attention; choose another store "
+                f"for method={self.name}"
+            )
         if self.rule.ragged_heads and mla is not None:
-            raise UserError(f"method={self.name} moves budget between KV heads, which latent attention does without; "
-                            "choose method=snapkv or another rule")  # fmt: skip
+            raise UserError(
+                f"method={self.name} moves budget between KV heads, which latent attention does without; "
+                "choose method=snapkv or another rule"
+            )
         if self.rule.ragged_heads and not (self.store.writable and self.store.poolable):
             raise UserError(
                 f"method={self.name} gives heads different lengths in blocks of a pool, which "
@@ -64,8 +68,9 @@ class Method:
 
 
 @torch.inference_mode()
-def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = (),
-            on_host: bool = False) -> PrefillRecord:  # fmt: skip
+def prefill(
+    model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = (), on_host: bool = False
+) -> PrefillRecord:
     """Run prompts once with exact attention and record what the rules ask for.
 
     Args:
@@ -97,8 +102,14 @@ def prefill(model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = (),
 
 
 @torch.inference_mode()
-def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | Tensor,
-                max_new_tokens: int = 256, max_step: int = 1, kernel: str = "auto") -> AnyCache:  # fmt: skip
+def build_cache(
+    model: PreTrainedModel,
+    method: Method,
+    prompt: PrefillRecord | Tensor,
+    max_new_tokens: int = 256,
+    max_step: int = 1,
+    kernel: str = "auto",
+) -> AnyCache:
     """A method's cache of a prompt; copies from the record, never aliases it.
 
     Args:
@@ -124,23 +135,36 @@ def build_cache(model: PreTrainedModel, method: Method, prompt: PrefillRecord | 
         stock.compress_ms = 1e3 * (clock(record.ids.device) - started)
         return stock
     # Before the clock starts: it may compile.
-    decode = {device.type: decode_kernel(method, model, record.layers[0].key.dtype, kernel, device)
-              for device in {layer.device for layer in record.layers}}  # fmt: skip
+    decode = {
+        device.type: decode_kernel(method, model, record.layers[0].key.dtype, kernel, device)
+        for device in {layer.device for layer in record.layers}
+    }
     started = clock(record.ids.device)
     rotations = _rotations(model, method.rule.sinks_in_place > 0, IN_CACHE)
     free = [layer.index for layer in record.layers if layer.scoring.window is None]  # those that the method applies to
-    layers = [_build_layer(layer.at_home(), len(free), method, rotations, max_new_tokens, max_step,
-                           decode[layer.device.type], None if latents is None else latents[layer.index],
-                           free.index(layer.index) if layer.index in free else 0)
-              for layer in record.layers]  # fmt: skip
+    layers = [
+        _build_layer(
+            layer.at_home(),
+            len(free),
+            method,
+            rotations,
+            max_new_tokens,
+            max_step,
+            decode[layer.device.type],
+            None if latents is None else latents[layer.index],
+            free.index(layer.index) if layer.index in free else 0,
+        )
+        for layer in record.layers
+    ]
     states = [state.copy() for state in record.states]
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens, states)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
     return cache
 
 
-def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wanted: str,
-                  device: torch.device | None = None) -> Kernel:  # fmt: skip
+def decode_kernel(
+    method: Method, model: PreTrainedModel, dtype: torch.dtype, wanted: str, device: torch.device | None = None
+) -> Kernel:
     """The kernel that a method's caches decode on, see `kvbench.kernels.choose`: the reference, with the reason, where
     the one chosen does not read what the store holds. Rows name what really runs.
 
@@ -157,8 +181,9 @@ def decode_kernel(method: Method, model: PreTrainedModel, dtype: torch.dtype, wa
         return kernel
     store.check(shape.head_dim, shape.value_dim)
     slots = store.allocate(SlotShape(1, 1, shape.head_dim, shape.value_dim, PROBE, 1, dtype, device))
-    slots.fill(*(torch.zeros(1, 1, PROBE, width, dtype=dtype, device=device)
-                 for width in (shape.head_dim, shape.value_dim)))  # fmt: skip
+    slots.fill(
+        *(torch.zeros(1, 1, PROBE, width, dtype=dtype, device=device) for width in (shape.head_dim, shape.value_dim))
+    )
     slots.settle()
     query = torch.zeros(1, 1, 1, shape.head_dim, dtype=dtype, device=device)
     reason = kernel.refusal(query, slots.key_parts(), slots.value_parts())
@@ -183,9 +208,17 @@ def _rotations(model: PreTrainedModel, needed: bool, instead: str) -> list[Rotat
     return [rotate_back(model, i, instead) if needed and i not in elsewhere else None for i in range(n_layers(model))]
 
 
-def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotations: list[RotateBack | None],
-                 max_new_tokens: int, step: int, kernel: Kernel = REFERENCE,
-                 latents: Latents | None = None, depth: int | None = None) -> Layer:  # fmt: skip
+def _build_layer(
+    record: LayerRecord,
+    layer_count: int,
+    method: Method,
+    rotations: list[RotateBack | None],
+    max_new_tokens: int,
+    step: int,
+    kernel: Kernel = REFERENCE,
+    latents: Latents | None = None,
+    depth: int | None = None,
+) -> Layer:
     """depth: which of the `layer_count` layers that the method applies to this is, for rules that budget by depth; None
     where the model has no others."""
     prompt = record.key.shape[2]
@@ -197,17 +230,22 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     scores = rule.initial_scores(record)
     worth = _worth(rule, scores, record, budget)
     if worth is not None and budget is not None and (share := rule.head_tokens(worth, budget)) is not None:
-        return ragged_layer(record, rule, store, budget, keep_best_of_heads(worth, share), scores,
-                            max_new_tokens, step, kernel)  # fmt: skip
+        return ragged_layer(
+            record, rule, store, budget, keep_best_of_heads(worth, share), scores, max_new_tokens, step, kernel
+        )
     kept = _positions(record) if worth is None or budget is None else keep_best(worth, budget)
     held = budget if rule.holds_budget else None
     planned = kept.shape[2] + max_new_tokens
     shape = SlotShape(
-        batch=record.key.shape[0], kv_heads=record.key.shape[1],
-        key_dim=record.key.shape[-1], value_dim=record.value.shape[-1],
-        slots=planned if held is None else min(planned, held + step), step=step,
-        dtype=record.key.dtype, device=record.key.device,
-    )  # fmt: skip
+        batch=record.key.shape[0],
+        kv_heads=record.key.shape[1],
+        key_dim=record.key.shape[-1],
+        value_dim=record.value.shape[-1],
+        slots=planned if held is None else min(planned, held + step),
+        step=step,
+        dtype=record.key.dtype,
+        device=record.key.device,
+    )
     lead = shape.batch, shape.kv_heads, shape.slots
     if budget is None:
         position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
@@ -216,12 +254,16 @@ def _build_layer(record: LayerRecord, layer_count: int, method: Method, rotation
     # A cache that only appends from here on decides nothing any more.
     held_scores = None if scores is None or held is None else torch.zeros(lead, device=shape.device)
     rotation = rotations[record.index] if window is None else None
-    layer = SlotLayer(record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation,
-                      kernel, latents)  # fmt: skip
+    layer = SlotLayer(
+        record.index, store.allocate(shape), rule, held, position, held_scores, step, rotation, kernel, latents
+    )
     layer.fill(
-        _rows(record.key, kept), _rows(record.value, kept), kept.to(torch.int32),
-        None if scores is None else scores.gather(-1, kept), prompt,
-    )  # fmt: skip
+        _rows(record.key, kept),
+        _rows(record.value, kept),
+        kept.to(torch.int32),
+        None if scores is None else scores.gather(-1, kept),
+        prompt,
+    )
     return layer
 
 

@@ -28,8 +28,9 @@ class KVCache(Cache):
 
     layers: list[Layer | StateLayer]
 
-    def __init__(self, layers: list[Layer], last_logits: Tensor, prompt_tokens: int,
-                 states: Sequence[StateLayer] = ()) -> None:  # fmt: skip
+    def __init__(
+        self, layers: list[Layer], last_logits: Tensor, prompt_tokens: int, states: Sequence[StateLayer] = ()
+    ) -> None:
         super().__init__(layers=in_model_order(layers, states))
         self.attention_layers, self.states = layers, states
         self.last_logits = last_logits

@@ -29,8 +29,19 @@ def kept_bytes(model: PreTrainedModel, method: "Method", record: PrefillRecord) 
     """
     latents = latents_of(model)
     stores = [store_of(layer, method, None if latents is None else latents[layer.index]) for layer in record.layers]
-    shapes = [SlotShape(layer.key.shape[0], layer.key.shape[1], layer.key.shape[-1], layer.value.shape[-1], 0, 1,
-                        layer.key.dtype, layer.device) for layer in record.layers]  # fmt: skip
+    shapes = [
+        SlotShape(
+            layer.key.shape[0],
+            layer.key.shape[1],
+            layer.key.shape[-1],
+            layer.value.shape[-1],
+            0,
+            1,
+            layer.key.dtype,
+            layer.device,
+        )
+        for layer in record.layers
+    ]
 
     def total(cache: "KVCache") -> int:
         found = 0

@@ -12,8 +12,13 @@ from transformers.cache_utils import Cache
 from kvbench.errors import UserError
 
 
-def forward(model: PreTrainedModel, ids: Tensor, cache: Cache | None, logits_to_keep: int = 0,
-            position_ids: Tensor | None = None) -> Tensor:  # fmt: skip
+def forward(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: Cache | None,
+    logits_to_keep: int = 0,
+    position_ids: Tensor | None = None,
+) -> Tensor:
     """Logits [B, q, V] of ids [B, q] after what the cache holds; the last `logits_to_keep` only, 0 for all.
 
     position_ids: [B, q], where the cache's count of tokens seen is not to be asked.

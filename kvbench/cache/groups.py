@@ -76,8 +76,16 @@ class Groups:
         if self.length == 0:
             return []
         n = self.length // self.group_size if self.axis == "token" else self.length
-        return [Packed(self.codes[:, :, :n], self.scale[:, :, :n], self.minimum[:, :, :n],
-                       self.bits, self.group_size, self.axis)]  # fmt: skip
+        return [
+            Packed(
+                self.codes[:, :, :n],
+                self.scale[:, :, :n],
+                self.minimum[:, :, :n],
+                self.bits,
+                self.group_size,
+                self.axis,
+            )
+        ]
 
     def buffers(self, kept: int | None = None) -> Iterator[Buffer]:
         """The three tensors, with the share in use when `kept` rows count (all that are held, if None)."""

@@ -32,9 +32,19 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, index: int, slots: Slots, rule: KeepRule, budget: int | None, position: Tensor,
-                 scores: Tensor | None, step: int, rotate_back: RotateBack | None, kernel: Kernel,
-                 latents: Latents | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        slots: Slots,
+        rule: KeepRule,
+        budget: int | None,
+        position: Tensor,
+        scores: Tensor | None,
+        step: int,
+        rotate_back: RotateBack | None,
+        kernel: Kernel,
+        latents: Latents | None = None,
+    ) -> None:
         super().__init__()
         slots.position = position
         self.index, self.slots, self.rule, self.budget = index, slots, rule, budget

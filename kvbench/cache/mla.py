@@ -23,7 +23,7 @@ from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.store import Buffer, DenseStore, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Packed, Part, Split, read_all
-from kvbench.shape import mla_layout
+from kvbench.models.shape import mla_layout
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,10 @@ class LatentStore(Store):
         """Of the latents and of the rotated keys; neither has values."""
         sixteen = shape.dtype if shape.dtype.itemsize == 2 else torch.float16
         dtype = shape.dtype if isinstance(self.codes, DenseStore) else sixteen
-        return (replace(shape, key_dim=shape.value_dim, value_dim=0),
-                replace(shape, key_dim=shape.key_dim - shape.value_dim, value_dim=0, dtype=dtype))  # fmt: skip
+        return (
+            replace(shape, key_dim=shape.value_dim, value_dim=0),
+            replace(shape, key_dim=shape.key_dim - shape.value_dim, value_dim=0, dtype=dtype),
+        )
 
     def rotated_store(self) -> DenseStore:
         """How the rotated keys are held."""
@@ -221,15 +223,19 @@ def latents_of(model: nn.Module) -> list[Latents] | None:
     family = type(model).__name__.removesuffix("ForCausalLM")
     one_a_layer = len(found) == getattr(model.config, "num_hidden_layers", None)
     if not one_a_layer or any(hasattr(latents.attention, "indexer") for latents in found):
-        raise UserError(f"the {family} family's latent attention is not DeepSeek V2's or V3's, and its cache cannot be "
-                        "taken over; choose another model")  # fmt: skip
+        raise UserError(
+            f"the {family} family's latent attention is not DeepSeek V2's or V3's, and its cache cannot be "
+            "taken over; choose another model"
+        )
     for latents in found:
         module = latents.attention
         rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
         weight = module.kv_b_proj.weight
         if layout != "expand" and (weight.shape != (rows, latents.rank) or not weight.is_floating_point()):
-            raise UserError(f"kv_b_proj of {family} is not held as plain numbers, so model.mla={layout} cannot read "
-                            "it; type model.mla=expand")  # fmt: skip
+            raise UserError(
+                f"kv_b_proj of {family} is not held as plain numbers, so model.mla={layout} cannot read "
+                "it; type model.mla=expand"
+            )
     return found
 
 
@@ -238,8 +244,10 @@ def check_store(store: Store, layout: str | None) -> None:
     if layout not in (None, "expand") and not store.holds_latents:
         # Expanded keys are rotated in part, and what calibrates wants them as they were before.
         expanded = "" if store.calibrates else ", or model.mla=expand"
-        raise UserError(f"{type(store).__name__} needs keys and values of each head, and model.mla={layout} caches one "
-                        f"latent for all; type store=dense, int8, int4 or rot4{expanded}")  # fmt: skip
+        raise UserError(
+            f"{type(store).__name__} needs keys and values of each head, and model.mla={layout} caches one "
+            f"latent for all; type store=dense, int8, int4 or rot4{expanded}"
+        )
 
 
 @contextmanager

@@ -79,8 +79,10 @@ class PagedStore(Store):
 
     def __post_init__(self) -> None:
         if not (self.inner.writable and self.inner.poolable):
-            raise UserError(f"inner={type(self.inner).__name__} for store=paged has no single slots that could lie "
-                            "anywhere; type inner=dense, int8, int4, int2 or rot4")  # fmt: skip
+            raise UserError(
+                f"inner={type(self.inner).__name__} for store=paged has no single slots that could lie "
+                "anywhere; type inner=dense, int8, int4, int2 or rot4"
+            )
         if not is_whole(self.block_size) or self.block_size < 1:
             raise UserError(f"block_size={self.block_size} slots for store=paged; type a whole number, as 16")
 

@@ -26,15 +26,17 @@ from kvbench.cache.pool import BLOCK_SIZE, Pool, blocks_for
 from kvbench.cache.state import empty_states
 from kvbench.cache.store import Buffer, SlotShape
 from kvbench.errors import UserError
-from kvbench.shape import mla_layout
+from kvbench.models.shape import mla_layout
 
 B = TypeVar("B")
 
 PIECE = 64
 """Tokens of a prompt's rest that go through the model at once: as many as the compiled kernel takes."""
 
-WHOLE_LAYERS = ("has layers with a latent, a state or a sliding window; prefixes are shared where every layer holds "
-                "every token's keys and values")  # fmt: skip
+WHOLE_LAYERS = (
+    "has layers with a latent, a state or a sliding window; prefixes are shared where every layer holds "
+    "every token's keys and values"
+)
 
 
 @dataclass
@@ -91,8 +93,9 @@ def _common(some: tuple[int, ...], others: tuple[int, ...]) -> int:
     return min(len(some), len(others))
 
 
-def blocks_needed(prompts: Iterable[Tensor], max_new_tokens: int, share: bool = True,
-                  block_size: int = BLOCK_SIZE) -> int:  # fmt: skip
+def blocks_needed(
+    prompts: Iterable[Tensor], max_new_tokens: int, share: bool = True, block_size: int = BLOCK_SIZE
+) -> int:
     """Blocks of a pool that holds the prompts [1, T], admitted in that order, and the tokens that follow each."""
     index: PrefixIndex[int] = PrefixIndex(block_size)
     needed = 0
@@ -111,11 +114,20 @@ class PrefixPool:
     `forget`. positions_saved: positions of prompts that were not run, for their keys were there.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, blocks: int, revision: str = "", share: bool = True,
-                 kernel: str = "auto") -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        blocks: int,
+        revision: str = "",
+        share: bool = True,
+        kernel: str = "auto",
+    ) -> None:
         if not isinstance(method.store, PagedStore) or method.rule.budget is not None or method.rule.needs_ids:
-            raise UserError(f"method={method.name} on {type(method.store).__name__} cannot share prefixes: that takes "
-                            "blocks, and a rule that keeps every token; type method=full store=paged")  # fmt: skip
+            raise UserError(
+                f"method={method.name} on {type(method.store).__name__} cannot share prefixes: that takes "
+                "blocks, and a rule that keeps every token; type method=full store=paged"
+            )
         if mla_layout(model.config.get_text_config()) is not None or empty_states(model.config):
             raise UserError(f"{type(model).__name__} {WHOLE_LAYERS}")
         self.store, self.share, self.identity = method.store, share, identity(model, method, revision)
@@ -128,8 +140,9 @@ class PrefixPool:
         self._size = blocks
 
     @torch.inference_mode()
-    def admit(self, model: PreTrainedModel, method: Method, ids: Tensor, max_new_tokens: int,
-              revision: str = "") -> KVCache:  # fmt: skip
+    def admit(
+        self, model: PreTrainedModel, method: Method, ids: Tensor, max_new_tokens: int, revision: str = ""
+    ) -> KVCache:
         """The cache of a prompt, ids [1, T], out of this pool's blocks: ready to decode.
 
         Raises UserError where model, revision, dtype or store are not the pool's, and PoolEmpty where it is full.
@@ -139,8 +152,10 @@ class PrefixPool:
             raise UserError(f"ids has {ids.shape[0]} rows; requests come one by one, as [1, tokens]")
         for key, mine in identity(model, method, revision).items():
             if mine != self.identity[key]:
-                raise UserError(f"this pool holds blocks of another {key}, {self.identity[key]}, and not of {mine}; "
-                                "make a pool of its own for it")  # fmt: skip
+                raise UserError(
+                    f"this pool holds blocks of another {key}, {self.identity[key]}, and not of {mine}; "
+                    "make a pool of its own for it"
+                )
         tokens = ids[0].tolist()
         blocks, n = self.index.match(tokens) if self.share else ([], 0)
         if n:
@@ -179,8 +194,16 @@ class PrefixPool:
         if any(layer.scoring.window is not None for layer in record.layers):
             raise UserError(f"{type(model).__name__} {WHOLE_LAYERS}")
         for layer in record.layers[len(self.pools) :]:
-            shape = SlotShape(1, layer.key.shape[1], layer.key.shape[-1], layer.value.shape[-1], 0, 1,
-                              layer.key.dtype, layer.key.device)  # fmt: skip
+            shape = SlotShape(
+                1,
+                layer.key.shape[1],
+                layer.key.shape[-1],
+                layer.value.shape[-1],
+                0,
+                1,
+                layer.key.dtype,
+                layer.key.device,
+            )
             self.store.check(shape.key_dim, shape.value_dim)
             self.pools.append(self.store.pool(shape, self._size))
         layers = self._empty_layers(method, ids.shape[1] + max_new_tokens)
@@ -191,8 +214,15 @@ class PrefixPool:
                 slots.fill(layer.key, layer.value, position, None, ids.shape[1])
         return cache
 
-    def _continued(self, model: PreTrainedModel, method: Method, ids: Tensor, blocks: list[tuple[int, ...]], n: int,
-                   max_new_tokens: int) -> KVCache:  # fmt: skip
+    def _continued(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        ids: Tensor,
+        blocks: list[tuple[int, ...]],
+        n: int,
+        max_new_tokens: int,
+    ) -> KVCache:
         """The first n tokens out of the blocks; only the rest goes through the model."""
         layers = self._empty_layers(method, ids.shape[1] + max_new_tokens)
         cache = KVCache([*layers], torch.empty(1, 0), ids.shape[1])
@@ -226,8 +256,9 @@ class PrefixPool:
 
 def slots_of(cache: KVCache) -> list[PagedSlots]:
     """The slots of a pool's cache, a layer each."""
-    return [layer.slots for layer in cache.layers
-            if isinstance(layer, SlotLayer) and isinstance(layer.slots, PagedSlots)]  # fmt: skip
+    return [
+        layer.slots for layer in cache.layers if isinstance(layer, SlotLayer) and isinstance(layer.slots, PagedSlots)
+    ]
 
 
 def identity(model: PreTrainedModel, method: Method, revision: str) -> dict[str, str]:

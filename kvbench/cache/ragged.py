@@ -31,8 +31,19 @@ class RaggedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, index: int, pool: Pool, table: Tensor, lengths: Tensor, rule: KeepRule, budget: int | None,
-                 room: int, step: int, seen: int, kernel: Kernel) -> None:  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        pool: Pool,
+        table: Tensor,
+        lengths: Tensor,
+        rule: KeepRule,
+        budget: int | None,
+        room: int,
+        step: int,
+        seen: int,
+        kernel: Kernel,
+    ) -> None:
         super().__init__()
         self.index, self.pool, self.table, self.lengths = index, pool, table, lengths
         self.rule, self.budget, self.room, self.step, self.seen, self.kernel = rule, budget, room, step, seen, kernel
@@ -130,9 +141,13 @@ class RaggedLayer(CacheLayerMixin):
         reads = self.scores is not None and self.rule.reads_attention
         where = self.table, self.lengths, self.longest
         output, probabilities = self.kernel.attend(
-            self.pool.slots.turn_query(query), [self.pool.keys(*where)], [self.pool.values(*where)], scoring,
-            visible=visible, want_probabilities=reads,
-        )  # fmt: skip
+            self.pool.slots.turn_query(query),
+            [self.pool.keys(*where)],
+            [self.pool.values(*where)],
+            scoring,
+            visible=visible,
+            want_probabilities=reads,
+        )
         if reads and self.scores is not None and probabilities is not None:
             rows, written = self._rows()
             scores = self.rule.updated_scores(self.scores[rows], probabilities)
@@ -199,8 +214,17 @@ class RaggedLayer(CacheLayerMixin):
         return -1
 
 
-def ragged_layer(record: LayerRecord, rule: KeepRule, store: Store, budget: int, kept: Tensor, scores: Tensor | None,
-                 max_new_tokens: int, step: int, kernel: Kernel) -> RaggedLayer:  # fmt: skip
+def ragged_layer(
+    record: LayerRecord,
+    rule: KeepRule,
+    store: Store,
+    budget: int,
+    kept: Tensor,
+    scores: Tensor | None,
+    max_new_tokens: int,
+    step: int,
+    kernel: Kernel,
+) -> RaggedLayer:
     """The layer of a prompt of which each head keeps a number of tokens of its own.
 
     Args:
@@ -212,8 +236,9 @@ def ragged_layer(record: LayerRecord, rule: KeepRule, store: Store, budget: int,
     shape = SlotShape(batch, heads, key_dim, record.value.shape[-1], prompt, step, record.key.dtype, record.key.device)
     table = consecutive_blocks(lengths + room)
     pool = Pool(store, shape, heads=1, blocks=int(table.max()) + 1)
-    layer = RaggedLayer(record.index, pool, table, lengths, rule, budget if rule.holds_budget else None,
-                        room, step, prompt, kernel)  # fmt: skip
+    layer = RaggedLayer(
+        record.index, pool, table, lengths, rule, budget if rule.holds_budget else None, room, step, prompt, kernel
+    )
     layer.fill(record.key, record.value, kept, scores if rule.holds_budget else None)
     return layer
 

@@ -99,8 +99,14 @@ class RecordLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, index: int, observations: Iterable[Observation], rotation: RotateBack | None,
-                 latents: Latents | None = None, on_host: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        observations: Iterable[Observation],
+        rotation: RotateBack | None,
+        latents: Latents | None = None,
+        on_host: bool = False,
+    ) -> None:
         super().__init__()
         self.index, self.latents, self.on_host, self.seen = index, latents, on_host, 0
         self.keys: Tensor | None = None
@@ -149,15 +155,22 @@ class RecordLayer(CacheLayerMixin):
         return -1
 
 
-def record_cache(observations: Iterable[Observation], rotations: Sequence[RotateBack | None],
-                 latents: Sequence[Latents] | None = None, states: Sequence[StateLayer] = (),
-                 on_host: bool = False) -> Cache:  # fmt: skip
+def record_cache(
+    observations: Iterable[Observation],
+    rotations: Sequence[RotateBack | None],
+    latents: Sequence[Latents] | None = None,
+    states: Sequence[StateLayer] = (),
+    on_host: bool = False,
+) -> Cache:
     """A cache of `RecordLayer`s, one for each of `rotations`, but of `states` in their places."""
     wanted = tuple(dict.fromkeys(observations))
     ways: Sequence[Latents | None] = [None] * len(rotations) if latents is None else latents
     elsewhere = {state.index for state in states}
-    layers = [RecordLayer(i, wanted, rotation, way, on_host)
-              for i, (rotation, way) in enumerate(zip(rotations, ways, strict=True)) if i not in elsewhere]  # fmt: skip
+    layers = [
+        RecordLayer(i, wanted, rotation, way, on_host)
+        for i, (rotation, way) in enumerate(zip(rotations, ways, strict=True))
+        if i not in elsewhere
+    ]
     return Cache(layers=in_model_order(layers, states))
 
 

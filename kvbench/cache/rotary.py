@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.errors import UserError
-from kvbench.shape import mla_layout
+from kvbench.models.shape import mla_layout
 
 UNMOVABLE = ("dynamic", "longrope")
 """Frequencies that change with the length, so that a rotation cannot be taken back."""

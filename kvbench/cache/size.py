@@ -65,8 +65,9 @@ def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tok
     return total
 
 
-def _layer_bytes(rule: KeepRule, store: Store, model: Planned, batch: int, prompt: int, new_tokens: int,
-                 budget: int | None) -> int:  # fmt: skip
+def _layer_bytes(
+    rule: KeepRule, store: Store, model: Planned, batch: int, prompt: int, new_tokens: int, budget: int | None
+) -> int:
     evicts = budget is not None and rule.holds_budget
     kept = prompt if budget is None else min(budget, prompt)
     slots = kept + new_tokens

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvbench.cache.store import Buffer
-from kvbench.shape import STATES, layer_kinds
+from kvbench.models.shape import STATES, layer_kinds
 
 
 class StateLayer(LinearAttentionLayer):

@@ -20,12 +20,17 @@ from kvbench.cache.state import in_model_order
 from kvbench.cache.store import Buffer, SlotShape, Store
 from kvbench.errors import UserError
 
-BACKENDS = {"quanto": ("QuantoQuantizedLayer", "optimum-quanto", 0), "hqq": ("HQQQuantizedLayer", "hqq", 1),
-            "fp8": ("Fp8QuantizedLayer", None, None)}  # fmt: skip
+BACKENDS = {
+    "quanto": ("QuantoQuantizedLayer", "optimum-quanto", 0),
+    "hqq": ("HQQQuantizedLayer", "hqq", 1),
+    "fp8": ("Fp8QuantizedLayer", None, None),
+}
 """The class, the package it needs, and the axis that transformers' documentation recommends for it."""
 
-NO_WINDOWS = ("transformers' quantised caches have no sliding-window layers, and this model has; choose methods whose "
-              "names do not begin with hf_")  # fmt: skip
+NO_WINDOWS = (
+    "transformers' quantised caches have no sliding-window layers, and this model has; choose methods whose "
+    "names do not begin with hf_"
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,13 @@ class StockStore(Store):
         name, _, axis = BACKENDS[self.backend]
         if self.backend == "fp8":
             return getattr(cache_utils, name)()
-        return getattr(cache_utils, name)(nbits=self.bits, axis_key=axis, axis_value=axis,
-                                          q_group_size=self.group_size,
-                                          residual_length=self.residual_length)  # fmt: skip
+        return getattr(cache_utils, name)(
+            nbits=self.bits,
+            axis_key=axis,
+            axis_value=axis,
+            q_group_size=self.group_size,
+            residual_length=self.residual_length,
+        )
 
     def planned_bytes(self, shape: SlotShape) -> int:
         """The most that so many tokens take: the residual as long as it gets."""

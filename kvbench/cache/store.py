@@ -120,7 +120,7 @@ class Store:
     """Whether it is a cache of transformers', which no keep rule combines with, instead of slots."""
 
     calibrates: ClassVar[bool] = False
-    """Whether it has to see calibration text first: see `kvbench.calibrate`."""
+    """Whether it has to see calibration text first: see `kvbench.cache.calibrate`."""
 
     @property
     def fits_prompt(self) -> bool:

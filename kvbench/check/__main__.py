@@ -16,16 +16,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.__main__ import check_override
+from kvbench.cli.main import check_override
+from kvbench.cli.messages import names, one_line
 from kvbench.config import MethodConfig, entry_overrides, method_config
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
-from kvbench.messages import names, one_line
-from kvbench.shape import mla_layout
+from kvbench.models.shape import mla_layout
 from kvbench.sweep.plan import node_of
 
 if TYPE_CHECKING:
     from kvbench.check.identities import Subject, Trial, Verdict
-    from kvbench.model import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 BUDGETS, PROMPT, STEPS = (96, 288), 182, 12
 """Budgets for methods that are given none (the first that the rule takes), tokens of prompt (more where a budget is
@@ -151,7 +151,7 @@ def subject_of(overrides: list[str]) -> Subject:
 
 def calibrated(subject: Subject, loaded: LoadedModel) -> Subject:
     """The subject with a store that has seen what it has to see of the model."""
-    from kvbench.calibrate import calibrate
+    from kvbench.cache.calibrate import calibrate
 
     return replace(subject, make=lambda budget: calibrate(subject.make(budget), loaded))
 
@@ -162,8 +162,8 @@ def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial,
     Raises UserError where the text or the model's positions do not suffice.
     """
     from kvbench.check.identities import Trial
-    from kvbench.data import load_text, tokenize
-    from kvbench.model import load_model, model_spec
+    from kvbench.models.load import load_model, model_spec
+    from kvbench.texts.load import load_text, tokenize
 
     loaded, text = load_model(model_spec(node_of(config, "model"))), load_text(node_of(config, "data"))
     tokens = tokenize(text, loaded.tokenizer, loaded.vocab_size)

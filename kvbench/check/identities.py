@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import AnyCache, KVCache
+from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
 from kvbench.check.both import BothKernels
 from kvbench.check.shadow import held_positions, look, shadow_of
-from kvbench.decode import step
 from kvbench.kernels import choose
-from kvbench.measure.scores import divergence
+from kvbench.measures.perplexity.token_scores import divergence
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Largest KL divergence, in nats, between two ways to one result: rounding, in the model's dtype."""
@@ -61,8 +61,9 @@ class Trial:
     The prompts are prefilled once alone and once as a batch, with everything observed that `rules` ask for.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: Tensor, following: Tensor, kernel: str,
-                 rules: Sequence[KeepRule]) -> None:  # fmt: skip
+    def __init__(
+        self, model: PreTrainedModel, prompts: Tensor, following: Tensor, kernel: str, rules: Sequence[KeepRule]
+    ) -> None:
         self.model, self.prompts, self.following, self.kernel = model, prompts, following, kernel
         self.alone = [prefill(model, prompts[row : row + 1], rules) for row in (0, 1)]
         self.both = prefill(model, prompts, rules)
@@ -159,8 +160,13 @@ def method_identities(trial: Trial, subject: Subject, full: Method) -> Iterator[
     yield compare("a batch equals its rows alone", subject.label, together, torch.cat(alone), max(trial.limit, flipped))
     if method.rule.budget is not None:
         everything = subject.make(trial.prompts.shape[1] + trial.steps)
-        yield compare("a budget for everything equals full", subject.label, trial.run(everything, 0),
-                      trial.uncut(replace(everything, rule=full.rule)), trial.limit)  # fmt: skip
+        yield compare(
+            "a budget for everything equals full",
+            subject.label,
+            trial.run(everything, 0),
+            trial.uncut(replace(everything, rule=full.rule)),
+            trial.limit,
+        )
 
 
 def in_turns(trial: Trial, subject: Subject, alone: Sequence[Tensor]) -> Verdict:
@@ -201,8 +207,16 @@ def followed(trial: Trial, subject: Subject) -> tuple[Tensor, list[Verdict]]:
         ours.append(step(trial.model, token, cache))
         broken = broken or promise_broken(cache, method)
     found, limit = max(kernel.worst for kernel in kernels), KERNEL_LIMITS[trial.model.dtype]
-    verdicts = [Verdict(f"kernel {cache.kernel_name} equals the reference", subject.label, found <= limit,
-                        found, limit, "difference")]  # fmt: skip
+    verdicts = [
+        Verdict(
+            f"kernel {cache.kernel_name} equals the reference",
+            subject.label,
+            found <= limit,
+            found,
+            limit,
+            "difference",
+        )
+    ]
     predictions = log_probabilities(ours)
     if method.rule.budget is not None:
         verdicts.append(Verdict("what is kept is what the rule promises", subject.label, not broken, detail=broken))

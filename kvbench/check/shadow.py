@@ -70,9 +70,7 @@ class ShadowLayer(CacheLayerMixin):
             cos, sin = (angle.to(keys.dtype) for angle in turn.angles(query, layer.evicted))
             sinks = keys[:, :, :n_sink]
             keys = torch.cat([turn.apply(sinks, sinks, cos, sin)[1], keys[:, :, n_sink:]], dim=2)
-        output, _ = reference.attend(
-            query, [Dense(keys)], [Dense(self.values)], scoring, visible.unsqueeze(2)
-        )
+        output, _ = reference.attend(query, [Dense(keys)], [Dense(self.values)], scoring, visible.unsqueeze(2))
         return output
 
     def get_seq_length(self) -> int:

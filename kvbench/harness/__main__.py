@@ -11,11 +11,11 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.__main__ import check_override
+from kvbench.cli.main import check_override
+from kvbench.cli.messages import one_line, root_settings
 from kvbench.config import method_configs
 from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
 from kvbench.harness.settings import read_asked
-from kvbench.messages import one_line, root_settings
 
 USAGE = """python -m kvbench.harness tasks=TASK[,TASK] [KEY=VALUE ...]: methods side by side
 

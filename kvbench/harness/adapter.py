@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvbench.cache.build import Method, build_cache, check_model, prefill
 from kvbench.cache.caches import AnyCache
+from kvbench.cache.calibrate import calibrate
+from kvbench.cache.decode import step
 from kvbench.cache.record import PrefillRecord
-from kvbench.calibrate import calibrate
-from kvbench.decode import step
 from kvbench.errors import UserError
-from kvbench.measure.perplexity import check_stream
-from kvbench.model import LoadedModel, end_tokens
+from kvbench.measures.perplexity.windows import check_stream
+from kvbench.models.load import LoadedModel, end_tokens
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -59,8 +59,9 @@ class KVBenchLM(TemplateLM):
     model, and for generation that is not greedy.
     """
 
-    def __init__(self, loaded: LoadedModel, method: Method, kernel: str = "auto", max_gen_toks: int = 256,
-                 held_back: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self, loaded: LoadedModel, method: Method, kernel: str = "auto", max_gen_toks: int = 256, held_back: int = 0
+    ) -> None:
         super().__init__()
         if loaded.tokenizer is None:
             raise UserError(f"{loaded.name} has no tokenizer, and tasks are text; choose another model")
@@ -102,9 +103,11 @@ class KVBenchLM(TemplateLM):
         if not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer of {self.loaded.name} has no chat template; leave chat=true out")
         text: str = self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-        )  # fmt: skip
+        )
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -153,8 +156,10 @@ class KVBenchLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, without the stop string; see the class."""
-        asked = [(context, *generation_of(kwargs, self.max_gen_toks))
-                 for context, kwargs in (request.args for request in requests)]  # fmt: skip
+        asked = [
+            (context, *generation_of(kwargs, self.max_gen_toks))
+            for context, kwargs in (request.args for request in requests)
+        ]
         return [self._generate(*one) for one in self._each(asked, "generate_until", disable_tqdm)]
 
     def _generate(self, context: str, until: list[str], most: int) -> str:
@@ -217,8 +222,10 @@ class KVBenchLM(TemplateLM):
         if limit is None or len(context) + later <= limit:
             return context
         if later >= limit:
-            raise UserError(f"{later} tokens after a context do not fit the {limit} positions of {self.loaded.name}; "
-                            "type a smaller max_gen_toks, or leave this task out")  # fmt: skip
+            raise UserError(
+                f"{later} tokens after a context do not fit the {limit} positions of {self.loaded.name}; "
+                "type a smaller max_gen_toks, or leave this task out"
+            )
         self.counts.cut += 1
         return context[later - limit :]
 

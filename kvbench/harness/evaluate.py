@@ -12,25 +12,25 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
-from kvbench import provenance
-from kvbench.atomic import to_json, write_atomic
 from kvbench.config import MethodConfig, did_you_mean
-from kvbench.data import Text
 from kvbench.errors import EXIT_SOME_FAILED, UserError
+from kvbench.files import to_json, write_atomic
 from kvbench.harness.adapter import Counts, KVBenchLM
 from kvbench.harness.settings import Asked
-from kvbench.measure.asked import BETTER, BLIND
-from kvbench.measure.bench import Entry, failure
-from kvbench.measure.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
-from kvbench.model import load_model, model_spec
+from kvbench.measures.context import Entry, failure
+from kvbench.measures.question_rows import BETTER, BLIND
+from kvbench.measures.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
+from kvbench.models.load import load_model, model_spec
 from kvbench.progress import Progress
 from kvbench.report import names
 from kvbench.report.published import print_published, published_of
 from kvbench.report.tables import TerminalTable
-from kvbench.results import RunFolder, check_writable
-from kvbench.rows import Row, frame_of
+from kvbench.results import provenance
+from kvbench.results.folder import RunFolder, check_writable
+from kvbench.results.row import Row, frame_of
 from kvbench.run import check_switches, entries_of, instantiate
 from kvbench.sweep.plan import node_of
+from kvbench.texts.load import Text
 
 RESULTS = "lm_eval.json"
 """In the run folder: what lm_eval itself says, by method and task."""
@@ -51,9 +51,14 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     models = [KVBenchLM(loaded, method, config.kernel, asked.max_gen_toks, asked.held_back) for _, method in made]
     entries = entries_of(made, loaded, Text("", "", ""), config, Progress(), None)
     label = "lm-eval-" + "-".join(method.label for method in methods if not method.is_baseline)[:50]
-    resolved = {"harness": vars(asked), "methods": [method.effective for method in methods],
-                "model": node_of(config, "model"), "seed": config.seed, "kernel": config.kernel,
-                "published": None if published is None else node_of(config, "published")}  # fmt: skip
+    resolved = {
+        "harness": vars(asked),
+        "methods": [method.effective for method in methods],
+        "model": node_of(config, "model"),
+        "seed": config.seed,
+        "kernel": config.kernel,
+        "published": None if published is None else node_of(config, "published"),
+    }
     folder = RunFolder.create(config.results_dir, label.rstrip("-"), resolved, provenance.collect())
     status = "interrupted"
     try:
@@ -88,8 +93,10 @@ def manager_of(asked: Asked) -> Any:
     for task in asked.tasks:
         if task not in manager.all_tasks:
             near = did_you_mean(task, list(manager.all_tasks))
-            raise UserError(f"tasks={task} is unknown to lm_eval{near}; lm-eval ls tasks lists them, and include_path= "
-                            "names a folder of your own")  # fmt: skip
+            raise UserError(
+                f"tasks={task} is unknown to lm_eval{near}; lm-eval ls tasks lists them, and include_path= "
+                "names a folder of your own"
+            )
     return manager
 
 
@@ -103,9 +110,14 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], ma
         model.take()
         try:
             found = lm_eval.simple_evaluate(
-                model, tasks=[task], num_fewshot=asked.num_fewshot, limit=asked.limit, task_manager=manager,
-                apply_chat_template=asked.chat, bootstrap_iters=1000,
-            )  # fmt: skip
+                model,
+                tasks=[task],
+                num_fewshot=asked.num_fewshot,
+                limit=asked.limit,
+                task_manager=manager,
+                apply_chat_template=asked.chat,
+                bootstrap_iters=1000,
+            )
         except UserError:
             raise
         except Exception as error:  # a data set that cannot be had, or memory: the other methods and tasks go on
@@ -114,19 +126,28 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], ma
             folder.add([row])
             continue
         counts = model.take()
-        base = replace(entry.row, measure="harness", protocol=_protocol(asked), note=_note(found, counts, asked),
-                       bos="first" if model.adds_bos else "none")  # fmt: skip
+        base = replace(
+            entry.row,
+            measure="harness",
+            protocol=_protocol(asked),
+            note=_note(found, counts, asked),
+            bos="first" if model.adds_bos else "none",
+        )
         folder.add([*rows_of(base, found, full, is_baseline=entry is pairs[0][0]), *_counted(base, task, counts)])
         folder.add_samples(_samples(entry, found))
         said[entry.label] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
         write_atomic(folder.path / f"{task.replace('/', '_')}.{RESULTS}", to_json(said))
         if counts.predicted and not counts.engaged and not entry.label.startswith("full"):
-            print(f"kvbench: {entry.label} {task}: compression never engaged; answers of one token come from the "
-                  "context's own logits (held_back=1 sends them through the cache)", file=sys.stderr)  # fmt: skip
+            print(
+                f"kvbench: {entry.label} {task}: compression never engaged; answers of one token come from the "
+                "context's own logits (held_back=1 sends them through the cache)",
+                file=sys.stderr,
+            )
 
 
-def rows_of(base: Row, found: dict[str, Any], full: dict[tuple[str, str], list[float]],
-            is_baseline: bool) -> Iterator[Row]:  # fmt: skip
+def rows_of(
+    base: Row, found: dict[str, Any], full: dict[tuple[str, str], list[float]], is_baseline: bool
+) -> Iterator[Row]:
     """A row for each metric of each task, and its paired difference to the full cache, whose values fill `full`."""
     for task, metrics in found["results"].items():
         n = found.get("n-samples", {}).get(task, {}).get("effective")
@@ -199,8 +220,14 @@ def _samples(entry: Entry, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for task, samples in found["samples"].items():
         for sample in samples:
             yield {
-                "measure": "harness", "task": task, "method": entry.row.method, "store": entry.row.store,
-                "knobs": entry.knobs, "doc": sample["doc_id"], "filter": sample.get("filter"),
-                "sha256": sample.get("prompt_hash"), "answers": sample["filtered_resps"],
+                "measure": "harness",
+                "task": task,
+                "method": entry.row.method,
+                "store": entry.row.store,
+                "knobs": entry.knobs,
+                "doc": sample["doc_id"],
+                "filter": sample.get("filter"),
+                "sha256": sample.get("prompt_hash"),
+                "answers": sample["filtered_resps"],
                 **{metric: sample.get(metric) for metric in sample.get("metrics", [])},
-            }  # fmt: skip
+            }

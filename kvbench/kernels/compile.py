@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvbench.fetch import cache_folder
+from kvbench.offline import cache_folder
 
 SOURCES = ("decode.cpp", "digits.h", "encode.h", "loops.h", "vectors.h")
 COMPILERS = ("c++", "g++", "clang++")
@@ -144,8 +144,15 @@ def compile_first(compiler: list[str], variants: list[tuple[tuple[str, ...], tup
 def run(command: list[str]) -> str:
     """What the command prints. Raises CannotCompile, with its first line of error, where it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
-                              timeout=COMPILE_SECONDS, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=COMPILE_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"{command[0]} does not run: {error}") from error
     if done.returncode != 0:

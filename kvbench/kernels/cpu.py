@@ -57,8 +57,19 @@ class CpuKernel:
         lead, size = groups.shape[:4], groups.shape[4]
         codes = torch.empty(*lead, size * bits // 8, dtype=torch.uint8)
         scale, minimum = torch.empty(2, *lead, dtype=torch.float16)
-        numbers = array("q", (*lead, size, bits, *groups.stride(), groups.data_ptr(), codes.data_ptr(),
-                              scale.data_ptr(), minimum.data_ptr()))  # fmt: skip
+        numbers = array(
+            "q",
+            (
+                *lead,
+                size,
+                bits,
+                *groups.stride(),
+                groups.data_ptr(),
+                codes.data_ptr(),
+                scale.data_ptr(),
+                minimum.data_ptr(),
+            ),
+        )
         self._encode(numbers.buffer_info()[0])
         return codes, scale, minimum
 
@@ -96,13 +107,32 @@ class CpuKernel:
         lengths = None if lengths is None else lengths.contiguous()
         output = torch.empty(batch, heads, tokens, value_dim)
         probabilities = torch.empty(batch, kv_heads, group, tokens, slots) if want_probabilities else None
-        call = array("q", (
-            batch, kv_heads, group, tokens, channels - last_dim, value_dim, slots, torch.get_num_threads(),
-            len(keys), len(values), last_dim, len(apart),
-            *where(queries), *where(sinks), n_sink if sinks is not None else 0, pointer(logits), *where(mask),
-            pointer(lengths),
-            output.data_ptr(), pointer(probabilities), *parts,
-        ))  # fmt: skip
+        call = array(
+            "q",
+            (
+                batch,
+                kv_heads,
+                group,
+                tokens,
+                channels - last_dim,
+                value_dim,
+                slots,
+                torch.get_num_threads(),
+                len(keys),
+                len(values),
+                last_dim,
+                len(apart),
+                *where(queries),
+                *where(sinks),
+                n_sink if sinks is not None else 0,
+                pointer(logits),
+                *where(mask),
+                pointer(lengths),
+                output.data_ptr(),
+                pointer(probabilities),
+                *parts,
+            ),
+        )
         self._attend(call.buffer_info()[0], scoring.scaling, scoring.softcap or 0.0)
         return output if query.dtype == torch.float32 else output.to(query.dtype), probabilities
 
@@ -161,9 +191,24 @@ def pack_paged(part: Paged, lead: tuple[int, int], columns: int) -> tuple[int, .
         return None
     form, axis, group, _, data, _, head, row, scale, minimum, _, pair_head, *_ = packed
     table_head = 0 if table.shape[1] == 1 else table.stride(1)
-    return (form, axis, group, part.length, data, 0, 0 if shared else head, row,
-            scale, minimum, 0, 0 if shared else pair_head,
-            table.data_ptr(), table.stride(0), table_head, part.block_size)  # fmt: skip
+    return (
+        form,
+        axis,
+        group,
+        part.length,
+        data,
+        0,
+        0 if shared else head,
+        row,
+        scale,
+        minimum,
+        0,
+        0 if shared else pair_head,
+        table.data_ptr(),
+        table.stride(0),
+        table_head,
+        part.block_size,
+    )
 
 
 def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
@@ -189,8 +234,18 @@ def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, 
         return None
     if not scale.dtype == minimum.dtype == torch.float16:
         return None
-    return (part.bits, int(by_token), size, n * size if by_token else n, codes.data_ptr(), *code_stride[:3],
-            scale.data_ptr(), minimum.data_ptr(), 2 * pair_stride[0], 2 * pair_stride[1])  # fmt: skip
+    return (
+        part.bits,
+        int(by_token),
+        size,
+        n * size if by_token else n,
+        codes.data_ptr(),
+        *code_stride[:3],
+        scale.data_ptr(),
+        minimum.data_ptr(),
+        2 * pair_stride[0],
+        2 * pair_stride[1],
+    )
 
 
 def pack_coded(part: Coded, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
@@ -205,8 +260,18 @@ def pack_coded(part: Coded, lead: tuple[int, int], columns: int) -> tuple[int, .
         return None
     if levels.shape != (2**part.bits,) or levels.dtype != torch.float32 or not levels.is_contiguous():
         return None
-    return (LEVELS + part.bits, 0, size, n, codes.data_ptr(), *codes.stride()[:3],
-            norm.data_ptr(), levels.data_ptr(), 2 * norm.stride(0), 2 * norm.stride(1))  # fmt: skip
+    return (
+        LEVELS + part.bits,
+        0,
+        size,
+        n,
+        codes.data_ptr(),
+        *codes.stride()[:3],
+        norm.data_ptr(),
+        levels.data_ptr(),
+        2 * norm.stride(0),
+        2 * norm.stride(1),
+    )
 
 
 def width(part: Part) -> int:

@@ -82,11 +82,18 @@ class Packed:
         """The part's first n rows."""
         if self.axis == "token":
             blocks = -(-n // self.group_size)
-            head = Packed(self.codes[:, :, :blocks], self.scale[:, :, :blocks], self.minimum[:, :, :blocks],
-                          self.bits, self.group_size, self.axis)  # fmt: skip
+            head = Packed(
+                self.codes[:, :, :blocks],
+                self.scale[:, :, :blocks],
+                self.minimum[:, :, :blocks],
+                self.bits,
+                self.group_size,
+                self.axis,
+            )
             return Dense(head.read(torch.float32)[..., :n, :])
-        return Packed(self.codes[:, :, :n], self.scale[:, :, :n], self.minimum[:, :, :n],
-                      self.bits, self.group_size, self.axis)  # fmt: skip
+        return Packed(
+            self.codes[:, :, :n], self.scale[:, :, :n], self.minimum[:, :, :n], self.bits, self.group_size, self.axis
+        )
 
     def at(self, index: Tensor) -> "Packed":
         """The rows index [B, Hkv, n], copied; axis "channel" only."""

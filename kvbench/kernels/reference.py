@@ -78,8 +78,7 @@ def in_slot_order(
     """
     slot = torch.arange(total_length(keys), device=lengths.device)
     filled = slot < lengths[..., 2, None].long()
-    key, value = (_by_slot(parts, slot, lengths[..., i, None].long(), dtype)
-                  for i, parts in enumerate((keys, values)))  # fmt: skip
+    key, value = (_by_slot(parts, slot, lengths[..., i, None].long(), dtype) for i, parts in enumerate((keys, values)))
     # What was never written may be anything, NaN included: scores are masked, values would spoil the sum.
     held = Dense(value.read(dtype).masked_fill(~filled.unsqueeze(-1), 0.0))
     return [key], [held], filled.expand(*held.rows.shape[:2], -1)

@@ -21,16 +21,7 @@ from torch import Tensor
 from kvbench.kernels import reference
 from kvbench.kernels.parts import Packed, Part
 from kvbench.kernels.prefill import Scoring
-from kvbench.kernels.triton_pieces import (
-    FLOATS,
-    Sections,
-    Work,
-    head_dim,
-    refused,
-    sections_of,
-    side_of,
-    sinks_fit,
-)
+from kvbench.kernels.triton_pieces import FLOATS, Sections, Work, head_dim, refused, sections_of, side_of, sinks_fit
 
 NAME = "triton"
 
@@ -172,19 +163,39 @@ def plan(work: Work, want_probabilities: bool) -> tuple[list[Launch], Tensor, Te
         grouped = batch, kv_heads, heads // kv_heads, tokens, columns
         probabilities = query.new_empty(grouped, dtype=torch.float32)
     lengths = None if work.lengths is None else work.lengths.expand(batch, kv_heads, 3)
-    shared = {"lengths": lengths, "lengths_strides": None if lengths is None else lengths.stride()[:2],
-              "scores": probabilities, "partial": partial, "maxima": maxima, "sums": sums,
-              "columns": columns, "slots": columns}  # fmt: skip
-    decode = Launch(kernels.decode, (in_all, batch * kv_heads, blocks),
-                    shared | _pieces(work) | _scoring(work) | dict(zip(PROGRAMS, programs, strict=True)),
-                    constants, num_warps=1)  # fmt: skip
+    shared = {
+        "lengths": lengths,
+        "lengths_strides": None if lengths is None else lengths.stride()[:2],
+        "scores": probabilities,
+        "partial": partial,
+        "maxima": maxima,
+        "sums": sums,
+        "columns": columns,
+        "slots": columns,
+    }
+    decode = Launch(
+        kernels.decode,
+        (in_all, batch * kv_heads, blocks),
+        shared | _pieces(work) | _scoring(work) | dict(zip(PROGRAMS, programs, strict=True)),
+        constants,
+        num_warps=1,
+    )
     parts = -(-value_dim // CHANNELS) + (-(-columns // COLUMNS) if want_probabilities else 0)
     combine = Launch(
-        kernels.combine, (batch * kv_heads * rows, parts),
+        kernels.combine,
+        (batch * kv_heads * rows, parts),
         shared | {"sink_logits": work.scoring.sink_logits, "output": output, "programs": in_all},
-        {"KV_HEADS": kv_heads, "ROWS": rows, "TOKENS": tokens, "DV": value_dim,
-         "CHANNELS": CHANNELS, "PROGRAMS": SHARES, "COLUMNS": COLUMNS}, num_warps=4,
-    )  # fmt: skip
+        {
+            "KV_HEADS": kv_heads,
+            "ROWS": rows,
+            "TOKENS": tokens,
+            "DV": value_dim,
+            "CHANNELS": CHANNELS,
+            "PROGRAMS": SHARES,
+            "COLUMNS": COLUMNS,
+        },
+        num_warps=4,
+    )
     return [decode, combine], output, probabilities
 
 
@@ -199,13 +210,24 @@ def _pieces(work: Work) -> dict[str, Any]:
         batch, _, tokens, _ = work.query.shape
         visible = visible.expand(batch, work.kv_heads, tokens, key.length)
     return {
-        "query": work.query, "sink_query": work.sink_query, "n_sink": work.n_sink,
-        "visible": visible, "visible_strides": None if visible is None else visible.stride(),
-        "key_packed": key.pointers(), "key_rows": key.dense, "key_strides": key.strides(),
-        "key_start": key.start, "key_size": sizes[0], "packed_keys": key.packed_length,
-        "value_packed": value.pointers(), "value_rows": value.dense, "value_strides": value.strides(),
-        "value_start": value.start, "value_size": sizes[1], "packed_values": value.packed_length,
-    }  # fmt: skip
+        "query": work.query,
+        "sink_query": work.sink_query,
+        "n_sink": work.n_sink,
+        "visible": visible,
+        "visible_strides": None if visible is None else visible.stride(),
+        "key_packed": key.pointers(),
+        "key_rows": key.dense,
+        "key_strides": key.strides(),
+        "key_start": key.start,
+        "key_size": sizes[0],
+        "packed_keys": key.packed_length,
+        "value_packed": value.pointers(),
+        "value_rows": value.dense,
+        "value_strides": value.strides(),
+        "value_start": value.start,
+        "value_size": sizes[1],
+        "packed_values": value.packed_length,
+    }
 
 
 def _scoring(work: Work) -> dict[str, float | None]:
@@ -235,16 +257,30 @@ def _constants(work: Work) -> dict[str, Any]:
     slot_bytes = 2 * max(key_dtype.itemsize, value_dtype.itemsize) * max(width, value_width)
     none_tile = min(64, _power_of_2(TILE_BYTES // slot_bytes // (2 if sections.both else 1)))
     return {
-        "KV_HEADS": work.kv_heads, "ROWS": work.rows, "TOKENS": query.shape[2], "N": 8 if work.rows <= 8 else MOST_ROWS,
-        "D": head, "DV": value_head, "WIDTH": width, "VALUE_WIDTH": value_width, "K_BY_TOKEN": by_token,
-        "K_BITS": bits[0], "K_GROUP": 32 if key is None else key.group_size,
-        "V_BITS": bits[1], "V_GROUP": 32 if value is None else value.group_size,
-        "BOTH": sections.both > 0, "ONE": sections.alone, "NONE": sections.none > 0,
+        "KV_HEADS": work.kv_heads,
+        "ROWS": work.rows,
+        "TOKENS": query.shape[2],
+        "N": 8 if work.rows <= 8 else MOST_ROWS,
+        "D": head,
+        "DV": value_head,
+        "WIDTH": width,
+        "VALUE_WIDTH": value_width,
+        "K_BY_TOKEN": by_token,
+        "K_BITS": bits[0],
+        "K_GROUP": 32 if key is None else key.group_size,
+        "V_BITS": bits[1],
+        "V_GROUP": 32 if value is None else value.group_size,
+        "BOTH": sections.both > 0,
+        "ONE": sections.alone,
+        "NONE": sections.none > 0,
         "PACKED_DTYPE": tl.float32 if exact else tl.float16,
-        "KEY_DTYPE": types[key_dtype], "VALUE_DTYPE": types[value_dtype],
-        "T": tile, "NONE_T": none_tile,
-        "STAGES": 3, "DENSE_STAGES": 2 if sections.both else 3,
-    }  # fmt: skip
+        "KEY_DTYPE": types[key_dtype],
+        "VALUE_DTYPE": types[value_dtype],
+        "T": tile,
+        "NONE_T": none_tile,
+        "STAGES": 3,
+        "DENSE_STAGES": 2 if sections.both else 3,
+    }
 
 
 def _dense_dtype(rows: Tensor | None, query: Tensor) -> torch.dtype:
@@ -262,9 +298,11 @@ def _programs(sections: Sections, constants: dict[str, Any], walks: int, device:
         staged = (constants["STAGES"] - 1) * max(TILE_BYTES, _packed_bytes(constants) if sections.both else 0)
         fitting = device_has.shared_memory_per_multiprocessor // (staged + 4096)
         at_once = device_has.multi_processor_count * max(1, min(PROGRAMS_PER_PROCESSOR, fitting))
-    return (_fewest_tiles(-(-sections.both // tile), walks, at_once),
-            _fewest_tiles(-(-sections.one // tile), walks, at_once),
-            _fewest_tiles(-(-sections.none // none_tile), walks, at_once))  # fmt: skip
+    return (
+        _fewest_tiles(-(-sections.both // tile), walks, at_once),
+        _fewest_tiles(-(-sections.one // tile), walks, at_once),
+        _fewest_tiles(-(-sections.none // none_tile), walks, at_once),
+    )
 
 
 def _packed_bytes(constants: dict[str, Any]) -> int:

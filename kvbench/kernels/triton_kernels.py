@@ -30,23 +30,78 @@ DENSE = tl.constexpr(16)
 """Stands for the bits of a piece that is not packed."""
 
 
-@triton.jit(do_not_specialize=[
-    "packed_keys", "packed_values", "slots", "key_start", "key_size", "value_start", "value_size",
-    "n_sink", "both_programs", "one_programs", "none_programs", "columns",
-])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "packed_keys",
+        "packed_values",
+        "slots",
+        "key_start",
+        "key_size",
+        "value_start",
+        "value_size",
+        "n_sink",
+        "both_programs",
+        "one_programs",
+        "none_programs",
+        "columns",
+    ]
+)
 def decode(
-    query, sink_query, visible, lengths, scores, partial, maxima, sums,
-    key_packed, key_rows, key_strides, value_packed, value_rows, value_strides, visible_strides, lengths_strides,
-    packed_keys, packed_values, slots, key_start, key_size, value_start, value_size,
-    n_sink, both_programs, one_programs, none_programs, columns, scale, softcap,
-    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_BY_TOKEN: tl.constexpr,
-    V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
-    BOTH: tl.constexpr, ONE: tl.constexpr, NONE: tl.constexpr,
-    PACKED_DTYPE: tl.constexpr, KEY_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr,
-    T: tl.constexpr, NONE_T: tl.constexpr, STAGES: tl.constexpr, DENSE_STAGES: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    query,
+    sink_query,
+    visible,
+    lengths,
+    scores,
+    partial,
+    maxima,
+    sums,
+    key_packed,
+    key_rows,
+    key_strides,
+    value_packed,
+    value_rows,
+    value_strides,
+    visible_strides,
+    lengths_strides,
+    packed_keys,
+    packed_values,
+    slots,
+    key_start,
+    key_size,
+    value_start,
+    value_size,
+    n_sink,
+    both_programs,
+    one_programs,
+    none_programs,
+    columns,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_BY_TOKEN: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    BOTH: tl.constexpr,
+    ONE: tl.constexpr,
+    NONE: tl.constexpr,
+    PACKED_DTYPE: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    T: tl.constexpr,
+    NONE_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    DENSE_STAGES: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """One program's share of one section. Grid: (programs, B * Hkv, blocks of N query rows).
 
     Args:
@@ -100,19 +155,21 @@ def decode(
     if K_BITS != DENSE:  # Triton 3.6 can neither compare nor return a tuple that holds None
         codes_at, pairs_at = head_at(key_strides, batch, head)
         key_packed = (
-            key_packed[0] + codes_at, key_packed[1] + pairs_at,
+            key_packed[0] + codes_at,
+            key_packed[1] + pairs_at,
             None if key_packed[2] is None else key_packed[2] + pairs_at,
             None if key_packed[3] is None else table_of(key_packed[3], K_BITS, PTX),
-        )  # fmt: skip
+        )
     if key_rows is not None:
         key_rows += batch * key_strides[4] + head * key_strides[5]
     if V_BITS != DENSE:
         codes_at, pairs_at = head_at(value_strides, batch, head)
         value_packed = (
-            value_packed[0] + codes_at, value_packed[1] + pairs_at,
+            value_packed[0] + codes_at,
+            value_packed[1] + pairs_at,
             None if value_packed[2] is None else value_packed[2] + pairs_at,
             None if value_packed[3] is None else table_of(value_packed[3], V_BITS, PTX),
-        )  # fmt: skip
+        )
     if value_rows is not None:
         value_rows += batch * value_strides[4] + head * value_strides[5]
     key = (key_packed, key_rows, key_strides[6], key_start, key_size, packed_keys)
@@ -121,19 +178,99 @@ def decode(
     out = (partial, maxima, sums)
     if in_both:
         if BOTH:
-            walk(work, key, value, out, K_BITS, V_BITS, PACKED_DTYPE, PACKED_DTYPE, T, STAGES,
-                 ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, K_BY_TOKEN, V_GROUP, PTX)  # fmt: skip
+            walk(
+                work,
+                key,
+                value,
+                out,
+                K_BITS,
+                V_BITS,
+                PACKED_DTYPE,
+                PACKED_DTYPE,
+                T,
+                STAGES,
+                ROWS,
+                TOKENS,
+                D,
+                DV,
+                WIDTH,
+                VALUE_WIDTH,
+                K_GROUP,
+                K_BY_TOKEN,
+                V_GROUP,
+                PTX,
+            )
     elif in_one:
         if ONE == "keys":
-            walk(work, key, value, out, K_BITS, DENSE, PACKED_DTYPE, VALUE_DTYPE, T, DENSE_STAGES,
-                 ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, K_BY_TOKEN, V_GROUP, PTX)  # fmt: skip
+            walk(
+                work,
+                key,
+                value,
+                out,
+                K_BITS,
+                DENSE,
+                PACKED_DTYPE,
+                VALUE_DTYPE,
+                T,
+                DENSE_STAGES,
+                ROWS,
+                TOKENS,
+                D,
+                DV,
+                WIDTH,
+                VALUE_WIDTH,
+                K_GROUP,
+                K_BY_TOKEN,
+                V_GROUP,
+                PTX,
+            )
         if ONE == "values":
-            walk(work, key, value, out, DENSE, V_BITS, KEY_DTYPE, PACKED_DTYPE, T, DENSE_STAGES,
-                 ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, False, V_GROUP, PTX)  # fmt: skip
+            walk(
+                work,
+                key,
+                value,
+                out,
+                DENSE,
+                V_BITS,
+                KEY_DTYPE,
+                PACKED_DTYPE,
+                T,
+                DENSE_STAGES,
+                ROWS,
+                TOKENS,
+                D,
+                DV,
+                WIDTH,
+                VALUE_WIDTH,
+                K_GROUP,
+                False,
+                V_GROUP,
+                PTX,
+            )
     else:
         if NONE:
-            walk(work, key, value, out, DENSE, DENSE, KEY_DTYPE, VALUE_DTYPE, NONE_T, DENSE_STAGES,
-                 ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, False, V_GROUP, PTX)  # fmt: skip
+            walk(
+                work,
+                key,
+                value,
+                out,
+                DENSE,
+                DENSE,
+                KEY_DTYPE,
+                VALUE_DTYPE,
+                NONE_T,
+                DENSE_STAGES,
+                ROWS,
+                TOKENS,
+                D,
+                DV,
+                WIDTH,
+                VALUE_WIDTH,
+                K_GROUP,
+                False,
+                V_GROUP,
+                PTX,
+            )
 
 
 @triton.jit
@@ -151,11 +288,28 @@ def table_of(levels, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def walk(work, key, value, out, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-         K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-         ROWS: tl.constexpr, TOKENS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-         VALUE_WIDTH: tl.constexpr, K_GROUP: tl.constexpr, K_BY_TOKEN: tl.constexpr, V_GROUP: tl.constexpr,
-         PTX: tl.constexpr):  # fmt: skip
+def walk(
+    work,
+    key,
+    value,
+    out,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_DTYPE: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    T: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_BY_TOKEN: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Attention over slots begin .. end - 1 of one section, the part of them that is this program's."""
     query, visible, visible_strides, scores, columns, row, begin, end, share, shares, scale, softcap = work
     channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
@@ -196,8 +350,7 @@ def walk(work, key, value, out, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
         kept = tl.exp2(top - anchor)
         weight = tl.exp2(score - anchor[None, :])
         top, total, output = new_top, total * kept + tl.sum(weight, 0), output * kept[None, :]
-        values = tile_values(value, here, value_slot, begin, end, T, DV, VALUE_WIDTH, V_GROUP, V_BITS,
-                             V_DTYPE, PTX)  # fmt: skip
+        values = tile_values(value, here, value_slot, begin, end, T, DV, VALUE_WIDTH, V_GROUP, V_BITS, V_DTYPE, PTX)
         rounded = weight.to(V_DTYPE)
         output = tl.dot(values, rounded, output, input_precision="tf32x3")
         if V_DTYPE == tl.bfloat16:  # 8 bits of weight are too few: add what rounding took away
@@ -212,8 +365,21 @@ def walk(work, key, value, out, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 
 
 @triton.jit
-def tile_keys(key, here, slot, begin, end, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-              BITS: tl.constexpr, BY_TOKEN: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def tile_keys(
+    key,
+    here,
+    slot,
+    begin,
+    end,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    G: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Keys [T, WIDTH] of slots here .. here + T - 1."""
     packed, rows, stride, start, size, n_packed = key
     if BITS == DENSE:
@@ -228,8 +394,20 @@ def tile_keys(key, here, slot, begin, end, T: tl.constexpr, D: tl.constexpr, WID
 
 
 @triton.jit
-def tile_values(value, here, row, begin, end, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-                BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def tile_values(
+    value,
+    here,
+    row,
+    begin,
+    end,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    G: tl.constexpr,
+    BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Values [WIDTH, T] of slots here .. here + T - 1, in the order here + row."""
     packed, rows, stride, start, size, n_packed = value
     if BITS == DENSE:
@@ -243,10 +421,25 @@ def tile_values(value, here, row, begin, end, T: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["programs", "columns", "slots"])
 def combine(
-    partial, maxima, sums, sink_logits, scores, lengths, output, lengths_strides, programs, columns, slots,
-    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr,
-    CHANNELS: tl.constexpr, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    partial,
+    maxima,
+    sums,
+    sink_logits,
+    scores,
+    lengths,
+    output,
+    lengths_strides,
+    programs,
+    columns,
+    slots,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DV: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """The programs' shares as one softmax. Grid: (B * Hkv * ROWS, blocks of CHANNELS, then blocks of COLUMNS).
 
     output: [B, Hkv, ROWS, DV]. scores: float32 [B, Hkv, ROWS, columns], turned into probabilities in place, or None.

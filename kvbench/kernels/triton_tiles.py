@@ -73,8 +73,18 @@ def channel_of(word, byte, code, G: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-                  BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def keys_by_token(
+    packed,
+    first,
+    stop,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    G: tl.constexpr,
+    BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Keys [T, WIDTH] of slots first .. first + T - 1, in the order of `slot_at`; codes [blocks, D, WORDS]."""
     codes, scale, minimum, levels = packed
     BLOCKS: tl.constexpr = T // G
@@ -100,14 +110,25 @@ def keys_by_token(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: 
     at, inside = skipped // 2 + block * (D // 2) + pair, (first + block * G < stop) & (pair < D // 2)
     scale, minimum = load_words(scale + at, inside), load_words(minimum + at, inside)
     keys = dequantise(words, scale[:, :, None, None], minimum[:, :, None, None], levels, BITS, DTYPE, PTX)
-    keys = tl.reshape(keys, (BLOCKS // BLOCK_LANES, BLOCK_LANES, WIDTH // 2, WORD_LANES, WORDS // WORD_LANES, 2, 2, 2,
-                             8 // BITS))  # fmt: skip
+    keys = tl.reshape(
+        keys, (BLOCKS // BLOCK_LANES, BLOCK_LANES, WIDTH // 2, WORD_LANES, WORDS // WORD_LANES, 2, 2, 2, 8 // BITS)
+    )
     return tl.reshape(tl.permute(keys, (0, 4, 5, 6, 8, 1, 3, 2, 7)), (T, WIDTH))
 
 
 @triton.jit
-def keys_by_channel(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr,
-                    STORED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def keys_by_channel(
+    packed,
+    first,
+    stop,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    G: tl.constexpr,
+    STORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Keys [T, WIDTH] of slots first .. first + T - 1, channels in the order of `key_channel_at`."""
     BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
@@ -126,8 +147,19 @@ def keys_by_channel(packed, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH
 
 
 @triton.jit
-def values_by_channel(packed, row, first, stop, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                      G: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def values_by_channel(
+    packed,
+    row,
+    first,
+    stop,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    G: tl.constexpr,
+    STORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Values [WIDTH, T] of the slots first + row [T], channels in the order of `value_channel_at`.
 
     The rows come in the order (T / 16, 4, 4) and leave in the order of the transposed: the last 4 of the input are

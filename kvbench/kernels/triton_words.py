@@ -100,9 +100,16 @@ def bytes_at(words, a, b, c, d):
 @triton.jit
 def byte_tables(levels, BITS: tl.constexpr):
     """The 2^BITS float32 levels as float16, as `levels_at` wants them: the low bytes in four words, then the high."""
-    return (byte_table(levels, 0, 0, BITS), byte_table(levels, 4, 0, BITS), byte_table(levels, 8, 0, BITS),
-            byte_table(levels, 12, 0, BITS), byte_table(levels, 0, 8, BITS), byte_table(levels, 4, 8, BITS),
-            byte_table(levels, 8, 8, BITS), byte_table(levels, 12, 8, BITS))  # fmt: skip
+    return (
+        byte_table(levels, 0, 0, BITS),
+        byte_table(levels, 4, 0, BITS),
+        byte_table(levels, 8, 0, BITS),
+        byte_table(levels, 12, 0, BITS),
+        byte_table(levels, 0, 8, BITS),
+        byte_table(levels, 4, 8, BITS),
+        byte_table(levels, 8, 8, BITS),
+        byte_table(levels, 12, 8, BITS),
+    )
 
 
 @triton.jit

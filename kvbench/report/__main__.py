@@ -25,8 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Write report.html, report.md, tables and plots from run folders, also while they still run.",
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", type=Path, help="run folder or folder of them")
-    parser.add_argument("--against", nargs=2, metavar=("OLD", "NEW"), type=Path,
-                        help="instead: what moved between two sweeps, beyond intervals (into NEW/against)")  # fmt: skip
+    parser.add_argument(
+        "--against",
+        nargs=2,
+        metavar=("OLD", "NEW"),
+        type=Path,
+        help="instead: what moved between two sweeps, beyond intervals (into NEW/against)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: PATH/report)")
     try:
         given = parser.parse_args(arguments)
@@ -36,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = _out_folder(given.paths, given.out)
         # Imported late: matplotlib and pandas cost a second that --help and a typing error need not pay.
         from kvbench.report.page import write_report
-        from kvbench.results import check_writable, find_runs
+        from kvbench.results.folder import check_writable, find_runs
 
         find_runs(given.paths)  # before anything is made
         check_writable(out, "report folder")
@@ -49,13 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _against(old: Path, new: Path, others: Sequence[Path], out: Path | None) -> int:
     if others:
-        raise UserError(f"--against takes OLD and NEW, and {str(others[0])!r} beside them; type for example: "
-                        "python -m kvbench.report --against results/old results/new")  # fmt: skip
+        raise UserError(
+            f"--against takes OLD and NEW, and {str(others[0])!r} beside them; type for example: "
+            "python -m kvbench.report --against results/old results/new"
+        )
     from rich.console import Console
 
     from kvbench.report.against import write_against
     from kvbench.report.tables import for_terminal
-    from kvbench.results import check_writable, find_runs
+    from kvbench.results.folder import check_writable, find_runs
 
     find_runs([old, new])
     out = out or (new.parent if new.is_file() else new) / "against"

@@ -35,8 +35,7 @@ class Scenario:
 
 def advise(groups: Sequence[Group]) -> list[Advice]:
     """Every scenario for every group of methods that were measured together, the architectures last."""
-    found = [_advise(scenario, group) for group in groups if weights_of(group.row) == TRAINED
-             for scenario in SCENARIOS]  # fmt: skip
+    found = [_advise(scenario, group) for group in groups if weights_of(group.row) == TRAINED for scenario in SCENARIOS]
     return [*found, advise_architecture(groups)] if groups else []
 
 
@@ -55,15 +54,27 @@ def _extremely(candidate: Candidate, group: Group) -> str | None:
 
 
 SCENARIOS = (
-    Scenario("shrink", "Shrink the memory of an existing model now",
-             "the least memory at no measurable loss, without retraining", _shrinks),
-    Scenario("streaming", "Endless streaming at fixed memory",
-             "a cache that stops growing, at no measurable loss", _stays_bounded),
-    Scenario("retrieval", "Exact retrieval from long documents",
-             "every fact still found, then the least memory", _shrinks, needle=True),
-    Scenario("extreme", "Extreme memory",
-             f"at least {EXTREME:g} times less than the full cache", _extremely),
-)  # fmt: skip
+    Scenario(
+        "shrink",
+        "Shrink the memory of an existing model now",
+        "the least memory at no measurable loss, without retraining",
+        _shrinks,
+    ),
+    Scenario(
+        "streaming",
+        "Endless streaming at fixed memory",
+        "a cache that stops growing, at no measurable loss",
+        _stays_bounded,
+    ),
+    Scenario(
+        "retrieval",
+        "Exact retrieval from long documents",
+        "every fact still found, then the least memory",
+        _shrinks,
+        needle=True,
+    ),
+    Scenario("extreme", "Extreme memory", f"at least {EXTREME:g} times less than the full cache", _extremely),
+)
 
 
 @dataclass
@@ -205,5 +216,3 @@ def _limits(scenario: Scenario, group: Group, found: _Sorted) -> list[str]:
     for reason, labels in found.unproven.items():
         limits.append(f"not judged, {reason}: {name_list(labels)}")
     return limits
-
-

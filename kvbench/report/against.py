@@ -9,19 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbench.atomic import write_atomic
+from kvbench.files import write_atomic
 from kvbench.report import overview, tables
 from kvbench.report.columns import short_model
 from kvbench.report.names import config_of, labels, rows_of
 from kvbench.report.table import Column, Table, text_column, to_csv, to_latex, to_markdown
 from kvbench.report.units import interval, significant
-from kvbench.results import load
-from kvbench.rows import KNOBS, Row
+from kvbench.results.folder import load
+from kvbench.results.row import KNOBS, Row
 
 KEY = (
-    "model", "kv_heads", "converted", *KNOBS, "measure", "metric", "protocol", "question", "dataset", "context",
-    "depth", "batch", "dtype", "device", "position",
-)  # fmt: skip
+    "model",
+    "kv_heads",
+    "converted",
+    *KNOBS,
+    "measure",
+    "metric",
+    "protocol",
+    "question",
+    "dataset",
+    "context",
+    "depth",
+    "batch",
+    "dtype",
+    "device",
+    "position",
+)
 COUNTED = ("bytes", "tokens", "positions", "bits", "x")  # units of what is counted, not sampled
 MOST_LINES = 40
 NOTABLE = 0.05  # relative change of a number without an interval that is worth a line of its own

@@ -9,7 +9,7 @@ from kvbench.report.candidates import Group
 from kvbench.report.columns import short_model
 from kvbench.report.names import TRAINED, layout_of, weights_of
 from kvbench.report.verdict import Advice
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 
 def advise_architecture(groups: Sequence[Group]) -> Advice:

@@ -15,9 +15,14 @@ from kvbench.report.style import FAINT, INK, WIDTH, Looks
 
 # Fixed order and look of the parts of a cache.
 PARTS = {
-    "dense": "#999999", "codes": "#332288", "scales": "#56B4E9", "residual": "#E69F00", "scores": "#882255",
-    "positions": "#117733", "state": "#CC79A7",
-}  # fmt: skip
+    "dense": "#999999",
+    "codes": "#332288",
+    "scales": "#56B4E9",
+    "residual": "#E69F00",
+    "scores": "#882255",
+    "positions": "#117733",
+    "state": "#CC79A7",
+}
 OTHER = "#D0D0D0"
 MOST_WIDE = 26  # bars with air about them; more are set closer, so that they fit a page
 
@@ -64,9 +69,14 @@ def memory(groups: dict[str, list[Drawn]], size: float, unit: str) -> Figure:
     ]
     handles.append(Line2D([], [], color=INK, linewidth=0.7, label="dense formula"))
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=8, frameon=False,
-        handlelength=1.1, handletextpad=0.5, columnspacing=1.2,
-    )  # fmt: skip
+        handles=handles,
+        loc="outside lower center",
+        ncols=8,
+        frameon=False,
+        handlelength=1.1,
+        handletextpad=0.5,
+        columnspacing=1.2,
+    )
     return figure
 
 

@@ -14,7 +14,7 @@ from kvbench.report.lines import lines_of
 from kvbench.report.panels import Drawn
 from kvbench.report.pareto import bounds_of
 from kvbench.report.style import FAINT, Looks, styles
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 SETTING = ("model", "dataset", "context", "dtype", "device")
 

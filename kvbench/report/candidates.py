@@ -8,19 +8,10 @@ from typing import Any
 
 from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import Line, lines_of
-from kvbench.report.names import (
-    RANDOM,
-    Config,
-    config_of,
-    display_name,
-    is_baseline,
-    labels,
-    layout_of,
-    weights_of,
-)
+from kvbench.report.names import RANDOM, Config, config_of, display_name, is_baseline, labels, layout_of, weights_of
 from kvbench.report.needle import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.traits import Traits, measured_bounded, traits_of
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
 PER_TOKEN = ("bytes_per_token", "bytes_per_token_layer")

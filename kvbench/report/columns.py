@@ -11,7 +11,7 @@ from kvbench.report import units
 from kvbench.report.lines import Line, setting
 from kvbench.report.names import IDENTITY, config_of, display_name, knob_text, varying_json, varying_knobs
 from kvbench.report.table import Column, text_column
-from kvbench.rows import KINDS, KNOBS, Row
+from kvbench.results.row import KINDS, KNOBS, Row
 
 Chooser = Callable[[Sequence[float]], tuple[str, units.Format]]
 

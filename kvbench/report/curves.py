@@ -15,7 +15,7 @@ from kvbench.report.multiples import Curve, shade, small_multiples
 from kvbench.report.panels import Drawn
 from kvbench.report.place import Point
 from kvbench.report.style import INK, Looks, styles
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 CONTEXT = "context, tokens"
 CROWD = 12  # curves that one panel can hold
@@ -98,11 +98,7 @@ def _as_curves(
 
 
 def _draw_formulas(
-    axes: Axes,
-    members: Sequence[Drawn],
-    size: float,
-    metric: str,
-    formula: Callable[[Sequence[Drawn]], list[Point]],
+    axes: Axes, members: Sequence[Drawn], size: float, metric: str, formula: Callable[[Sequence[Drawn]], list[Point]]
 ) -> None:
     """Thin lines over the curves: what each should follow."""
     for curve in _as_curves(members, metric, size, formula):

@@ -9,19 +9,10 @@ from typing import Any
 from kvbench.report import units
 from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import baseline_of, lines_of
-from kvbench.report.names import (
-    POOLED,
-    RANDOM,
-    Config,
-    config_of,
-    is_baseline,
-    labels,
-    layout_of,
-    weights_of,
-)
+from kvbench.report.names import POOLED, RANDOM, Config, config_of, is_baseline, labels, layout_of, weights_of
 from kvbench.report.needle import hits_of, uninformative
-from kvbench.results import Row
-from kvbench.rows import GRAPH
+from kvbench.results.folder import Row
+from kvbench.results.row import GRAPH
 
 # Methods that hold every token exactly, or none at all: engaged = 0 is their nature, not a fault.
 EXACT = ("full", "recompute")
@@ -175,9 +166,12 @@ def _eager_beside_captured(rows: Iterable[Row], names: Mapping[Config, str]) -> 
             eager.setdefault(setting, set()).add(names[config_of(row)])
     for setting, methods in eager.items():
         if setting in captured:
-            yield Finding("eager beside captured", f"{_listed(sorted(methods))}: steps launched kernel by kernel, in a "
-                          "table with replays of a CUDA graph; what launching costs is in these times alone. Type "
-                          "latency.graph=false to time all alike")  # fmt: skip
+            yield Finding(
+                "eager beside captured",
+                f"{_listed(sorted(methods))}: steps launched kernel by kernel, in a "
+                "table with replays of a CUDA graph; what launching costs is in these times alone. Type "
+                "latency.graph=false to time all alike",
+            )
 
 
 def _missing(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[Finding]:
@@ -205,8 +199,11 @@ def _untrained(rows: Iterable[Row]) -> Iterable[Finding]:
     """Heads that were repeated give the same logits; heads that were pooled do not, and random weights say nothing."""
     for model, heads, weights in dict.fromkeys((row.model, row.kv_heads, weights_of(row)) for row in rows):
         if weights == POOLED:
-            yield Finding("not lossless", f"{model} was converted to {heads_text(heads)}: its bytes and times stand "
-                          "for such a model, its quality does not")  # fmt: skip
+            yield Finding(
+                "not lossless",
+                f"{model} was converted to {heads_text(heads)}: its bytes and times stand "
+                "for such a model, its quality does not",
+            )
         elif weights == RANDOM:
             told = f"{model}: its bytes and times stand for a model of its shape, its quality for nothing"
             yield Finding("random weights", told)

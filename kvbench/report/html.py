@@ -72,9 +72,12 @@ def against_html(table: Table | None, title: str, sentence: str) -> str:
 
 def _template(name: str) -> Template:
     environment = Environment(
-        loader=PackageLoader("kvbench.report", "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=PackageLoader("kvbench.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template(name)
 
 
@@ -107,9 +110,14 @@ def _shown(table: Table, runs: Mapping[str, Recorded]) -> dict[str, Any]:
         cells = [_cell(column, index) for column in table.columns]
         lines.append(Line(cells, row is not None and row.method == "full" and row.store in (None, "dense"), command))
     return {
-        "name": table.name, "title": table.title, "caption": " · ".join(table.caption), "columns": table.columns,
-        "lines": lines, "commands": any(line.command for line in lines), "files": _files(table),
-    }  # fmt: skip
+        "name": table.name,
+        "title": table.title,
+        "caption": " · ".join(table.caption),
+        "columns": table.columns,
+        "lines": lines,
+        "commands": any(line.command for line in lines),
+        "files": _files(table),
+    }
 
 
 def _cell(column: Column, index: int) -> Cell:
@@ -141,9 +149,15 @@ def _drawn(plot: Plot, folder: Path) -> dict[str, Any]:
     pdf = (folder / paper).read_bytes()
     width, height = (int.from_bytes(image[start : start + 4], "big") for start in (16, 20))  # PNG's first chunk
     return {
-        "title": plot.title, "caption": plot.caption, "alt": plot.alt, "image": _address(image, "image/png"),
-        "paper": _address(pdf, "application/pdf"), "paper_name": paper, "width": width // 2, "height": height // 2,
-    }  # fmt: skip
+        "title": plot.title,
+        "caption": plot.caption,
+        "alt": plot.alt,
+        "image": _address(image, "image/png"),
+        "paper": _address(pdf, "application/pdf"),
+        "paper_name": paper,
+        "width": width // 2,
+        "height": height // 2,
+    }
 
 
 def _address(content: bytes, kind: str) -> str:

@@ -13,13 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from kvbench.kept import NAMED, read_kept
 from kvbench.report.columns import short_model
 from kvbench.report.names import config_of, labels
 from kvbench.report.panels import figure_of, fitted, styled, width
 from kvbench.report.plots import Plot, save
 from kvbench.report.style import FAINT, INK
-from kvbench.rows import Row
+from kvbench.results.kept_tokens import NAMED, read_kept
+from kvbench.results.row import Row
 
 SHADES = LinearSegmentedColormap.from_list("kept", ["#F2F2F2", INK])
 BINS = 300
@@ -43,10 +43,19 @@ def draw_kept(runs: Sequence[Path], folder: Path) -> list[Plot]:
             context = [] if pd.isna(first.context) else [f"{first.context:.0f}"]
             after = f" after {first.context:,.0f} tokens" if context else ""
             where = f"{first.measure}{after}{asked}" if len(places) > 1 else first.measure
-            name = "_".join(str(part) for part in ("kept", *(p for p in first[list(PLACE[1:])] if isinstance(p, str)),
-                                                   *context, *_model(tokens, first.model)))  # fmt: skip
-            caption = (f"Tokens kept by each layer (top: the first) and KV head in the first sample of {where}; "
-                       f"the line: where the prompt ends")  # fmt: skip
+            name = "_".join(
+                str(part)
+                for part in (
+                    "kept",
+                    *(p for p in first[list(PLACE[1:])] if isinstance(p, str)),
+                    *context,
+                    *_model(tokens, first.model),
+                )
+            )
+            caption = (
+                f"Tokens kept by each layer (top: the first) and KV head in the first sample of {where}; "
+                f"the line: where the prompt ends"
+            )
             save(_figure(here), folder / name)
             drawn.append(Plot(f"{name}.png", "Tokens kept", caption))
     return drawn
@@ -85,8 +94,15 @@ def _panel(axes: Axes, tokens: pd.DataFrame, count: int) -> None:
     edges = np.linspace(0, count, min(BINS, count) + 1)
     kept, *_ = np.histogram2d(line, tokens["position"], bins=(np.arange(len(layers) * heads + 1), edges))
     share = kept / np.diff(np.ceil(edges))  # whole positions in a column
-    axes.imshow(share, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
-                extent=(0, count, len(layers) * heads, 0))  # fmt: skip
+    axes.imshow(
+        share,
+        cmap=SHADES,
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, count, len(layers) * heads, 0),
+    )
     axes.set_xlim(-0.012 * count, count)  # the sinks would hide behind the axis
     axes.grid(False)
     step = math.ceil(len(layers) / 6)

@@ -9,20 +9,36 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.results import COLUMNS, KNOBS, Row
+from kvbench.results.folder import COLUMNS, KNOBS, Row
 
 # What makes two rows parts of the same line of a comparison; `depth`, `position`, `metric` tell them apart inside it.
 IDENTITY = (
-    "model", "revision", "arch", "kv_heads", "converted", *KNOBS, "protocol", "question", "dataset",
-    "context", "batch", "dtype", "device", "kernel", "threads", "seed", "stride", "bos",
-)  # fmt: skip
+    "model",
+    "revision",
+    "arch",
+    "kv_heads",
+    "converted",
+    *KNOBS,
+    "protocol",
+    "question",
+    "dataset",
+    "context",
+    "batch",
+    "dtype",
+    "device",
+    "kernel",
+    "threads",
+    "seed",
+    "stride",
+    "bos",
+)
 Config = tuple[Any, ...]  # values of KNOBS
 HUGE = 1e100  # what is not below it, nan included, counts as undefined
 TRAINED, REPEATED, POOLED, RANDOM = "trained", "heads repeated", "heads mean-pooled", "random"
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame as `kvbench.results.load` returns it, with None for what is missing."""
+    """The rows of a frame as `kvbench.results.folder.load` returns it, with None for what is missing."""
     plain = frame[list(COLUMNS)].astype(object)
     records = plain.where(frame.notna(), None).to_dict("records")
     return [_sound(Row(**{str(name): value for name, value in record.items()})) for record in records]
@@ -120,9 +136,17 @@ def varying_json(rows: Iterable[Row]) -> dict[Config, str]:
 def labels(rows: Sequence[Row]) -> dict[Config, str]:
     """A short label for every config: the display name, then the knobs that vary under it (`h2o 256`)."""
     shapes = {
-        "budget": "{}", "bits": "{} bit", "k_bits": "k{}", "v_bits": "v{}", "group": "G{}", "residual": "R{}",
-        "sinks": "{} sinks", "window": "w{}", "variant": "{}", "knobs": "{}",
-    }  # fmt: skip
+        "budget": "{}",
+        "bits": "{} bit",
+        "k_bits": "k{}",
+        "v_bits": "v{}",
+        "group": "G{}",
+        "residual": "R{}",
+        "sinks": "{} sinks",
+        "window": "w{}",
+        "variant": "{}",
+        "knobs": "{}",
+    }
     by_name: dict[str, dict[Config, Row]] = {}
     for row in rows:
         by_name.setdefault(display_name(row), {})[config_of(row)] = row

@@ -10,7 +10,7 @@ from kvbench.report import units
 from kvbench.report.lines import Line, baseline_of
 from kvbench.report.names import IDENTITY
 from kvbench.report.table import Column, Table
-from kvbench.results import Row
+from kvbench.results.folder import Row
 
 Place = tuple[int | None, float | None]  # context, depth
 INFORMATIVE = 0.5  # a full cache that finds fewer than this share tells nothing about compression
@@ -136,10 +136,7 @@ def _grid(
     if not several and contexts:
         caption = [*caption, f"length {_length(contexts[0])}"]
     if marked:
-        caption = [
-            *caption,
-            f"{MARK} the full cache itself finds fewer than half: says little on compression",
-        ]
+        caption = [*caption, f"{MARK} the full cache itself finds fewer than half: says little on compression"]
     name, title = ("needle_grid", "Needle: hits by length and depth") if several else ("needle", "Needle")
     rows = [replace(lines[index].row, context=context) for context, index in order]
     return Table(name, title, caption, tuple(columns), _records(lines, cells), not several, rows)

@@ -12,13 +12,23 @@ from kvbench.report.columns import Headline, identity_columns, metric_columns, s
 from kvbench.report.lines import Cell, Line, measures_of
 from kvbench.report.names import IDENTITY, layout_of, weights_of
 from kvbench.report.table import Column, Table, text_column
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 # What belongs to one measure and says nothing about a line over all of them.
 OF_ONE_MEASURE = (
-    "context", "batch", "kernel", "threads", "protocol", "question", "revision", "seed", "dataset", "stride", "bos",
+    "context",
+    "batch",
+    "kernel",
+    "threads",
+    "protocol",
+    "question",
+    "revision",
+    "seed",
+    "dataset",
+    "stride",
+    "bos",
     "tokenizer",
-)  # fmt: skip
+)
 QUALITY = (
     Headline("nll_minus_full", "ΔNLL", units.plainly(units.signed), better="low"),
     Headline("kl", "KL", units.plainly(units.small), better="low"),
@@ -65,9 +75,14 @@ def overview(groups: Sequence[Group]) -> Table | None:
     if len({row.tokenizer for group in groups if (row := _quality(group)) is not None}) > 1:
         caption.append("perplexities of different tokenizers cannot be held against each other")
     return Table(
-        "overview", "All methods", caption, (*identity, *_told(columns, lines)), _records(lines), terminal=False,
+        "overview",
+        "All methods",
+        caption,
+        (*identity, *_told(columns, lines)),
+        _records(lines),
+        terminal=False,
         rows=[replace(line.row, measure=",".join(measures_of(line.cells.values()))) for line in lines],
-    )  # fmt: skip
+    )
 
 
 def _members(group: Group) -> list[Candidate]:
@@ -89,8 +104,12 @@ def _line(member: Candidate, group: Group) -> Line:
 def _places(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
     """Where numbers were taken: what holds for all groups that have them, and of each line what is its group's own."""
     told = [_place(group) for group in groups]
-    common = {measure: text for place in told for measure, text in place.items()
-              if all(other.get(measure, text) == text for other in told)}  # fmt: skip
+    common = {
+        measure: text
+        for place in told
+        for measure, text in place.items()
+        if all(other.get(measure, text) == text for other in told)
+    }
     own = ["; ".join(text for measure, text in place.items() if measure not in common) for place in told]
     return list(common.values()), [text for group, text in zip(groups, own, strict=True) for _ in _members(group)]
 

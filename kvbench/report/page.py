@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from kvbench.atomic import read_json, write_atomic
+from kvbench.files import read_json, write_atomic
 from kvbench.report.advice import advise
 from kvbench.report.candidates import Group, groups_of
 from kvbench.report.columns import short_model
@@ -29,8 +29,8 @@ from kvbench.report.table import Table, to_csv, to_latex, to_markdown, to_parque
 from kvbench.report.tables import build_tables
 from kvbench.report.traits_table import traits_table
 from kvbench.report.verdict import Advice
-from kvbench.results import METRICS, PROVENANCE, find_runs, load, read_status
-from kvbench.rows import Row
+from kvbench.results.folder import METRICS, PROVENANCE, find_runs, load, read_status
+from kvbench.results.row import Row
 
 
 @dataclass
@@ -71,9 +71,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 def written_forms(table: Table) -> dict[str, str | bytes]:
     """A table as files: the ending of each and its content."""
-    return {
-        "csv": to_csv(table), "parquet": to_parquet(table), "md": to_markdown(table), "tex": to_latex(table),
-    }  # fmt: skip
+    return {"csv": to_csv(table), "parquet": to_parquet(table), "md": to_markdown(table), "tex": to_latex(table)}
 
 
 def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report:

@@ -23,7 +23,7 @@ from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import Line
 from kvbench.report.names import config_of, labels
 from kvbench.report.style import FAINT, RC, WIDTH
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 # Lines of one panel share these; KV heads do not tell panels apart, so that architectures stand beside each other.
 SETTING = ("model", "dataset", "question", "batch", "dtype", "device")
@@ -57,8 +57,7 @@ def grouped(lines: Sequence[Line], axes: Sequence[str] = SETTING) -> dict[str, l
     for title, members in groups.items():
         fine = [name for name in FINE if _tells(name, members)]
         result[title] = [
-            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line.row)]), line.name)
-            for line in members
+            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line.row)]), line.name) for line in members
         ]
     return result
 

@@ -17,7 +17,7 @@ from kvbench.report.names import config_of
 from kvbench.report.panels import Drawn
 from kvbench.report.place import Label, Point, label_points
 from kvbench.report.style import FAINT, Looks, styles
-from kvbench.results import Row
+from kvbench.results.folder import Row
 
 CROWD = 12  # methods with their settings in one panel, which then gets more room
 MOST_NAMES = 14  # names that find a place beside their points; more stand in a legend
@@ -151,11 +151,7 @@ def _by_name(spots: Sequence[Spot]) -> dict[str, list[Spot]]:
 
 
 def _label(
-    figure: Figure,
-    axes: Axes,
-    spots: Sequence[Spot],
-    looks: Looks,
-    segments: Sequence[tuple[Point, Point]],
+    figure: Figure, axes: Axes, spots: Sequence[Spot], looks: Looks, segments: Sequence[tuple[Point, Point]]
 ) -> None:
     """Names at the points. In a sweep the largest cache carries the name, the others only their knob."""
     size, _ = units.byte_unit([spot.held for spot in spots])

@@ -66,13 +66,7 @@ def label_points(
 
 
 def _free_spot(
-    figure: Figure,
-    axes: Axes,
-    centre: Boxes,
-    size: Point,
-    minor: bool,
-    obstacles: Boxes,
-    written: Sequence[Boxes],
+    figure: Figure, axes: Axes, centre: Boxes, size: Point, minor: bool, obstacles: Boxes, written: Sequence[Boxes]
 ) -> tuple[Point, Boxes, Boxes | None] | None:
     """Offset in points, box and leader of the first place that is free."""
     frame = axes.get_window_extent()
@@ -104,10 +98,16 @@ def _side(offset: float, tolerance: float) -> int:
 def _write(axes: Axes, label: Label, offset: Point, leader: bool) -> Annotation:
     line = {"arrowstyle": "-", "color": label.colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4, "alpha": 0.7}
     written = axes.annotate(
-        label.text, label.point, offset, textcoords="offset points", color=label.colour, fontsize=FONT_SIZE,
-        ha=("center", "left", "right")[_side(offset[0], 1)], va=("center", "bottom", "top")[_side(offset[1], 3)],
+        label.text,
+        label.point,
+        offset,
+        textcoords="offset points",
+        color=label.colour,
+        fontsize=FONT_SIZE,
+        ha=("center", "left", "right")[_side(offset[0], 1)],
+        va=("center", "bottom", "top")[_side(offset[1], 3)],
         arrowprops=line if leader else None,
-    )  # fmt: skip
+    )
     written.set_in_layout(False)
     return written
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from kvbench.atomic import write_atomic
+from kvbench.files import write_atomic
 from kvbench.report.budgets import perplexity_budget
 from kvbench.report.candidates import group_key
 from kvbench.report.curves import memory_context, tpot_context
@@ -27,7 +27,7 @@ from kvbench.report.quality import quality_bytes
 from kvbench.report.roofline import bandwidth_bars
 from kvbench.report.samples import Sample
 from kvbench.report.style import Looks, styles
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 MOST_SETTINGS = 4
 
@@ -54,46 +54,58 @@ class Plot:
 
 PLOTS: tuple[tuple[str, Draw, str, str], ...] = (
     (
-        "perplexity_bytes", perplexity_bytes, "Perplexity against bytes",
+        "perplexity_bytes",
+        perplexity_bytes,
+        "Perplexity against bytes",
         "Perplexity against the bytes that the cache holds; bars: 95% interval of the paired difference from the full "
         "cache (dashed); grey steps: the Pareto front",
     ),
     (
-        "quality_bytes", quality_bytes, "Quality against bytes",
+        "quality_bytes",
+        quality_bytes,
+        "Quality against bytes",
         "Each quality measure against the bytes that the cache holds; grey steps: the Pareto front",
     ),
     (
-        "perplexity_budget", perplexity_budget, "Perplexity against budget",
+        "perplexity_budget",
+        perplexity_budget,
+        "Perplexity against budget",
         "Perplexity against the tokens kept per KV head; bars: 95% interval of the paired difference from the full "
         "cache (dashed)",
     ),
+    ("needle", needle_maps, "Needle in a haystack", "Needles found, out of those hidden, by context length and depth"),
     (
-        "needle", needle_maps, "Needle in a haystack",
-        "Needles found, out of those hidden, by context length and depth",
-    ),
-    (
-        "kl_position", kl_position, "KL by position",
+        "kl_position",
+        kl_position,
+        "KL by position",
         "KL against the full cache by the position of the scored token, a panel a method, the others in grey; "
         "from pale to full colour: from the smallest to the largest budget",
     ),
     (
-        "latency_context", tpot_context, "Time per output token",
+        "latency_context",
+        tpot_context,
+        "Time per output token",
         "Time per output token: the median, and on to the 90th percentile; thin: the fitted slope",
     ),
     (
-        "bandwidth", bandwidth_bars, "Share of the memory's bandwidth",
+        "bandwidth",
+        bandwidth_bars,
+        "Share of the memory's bandwidth",
         "Bytes that a step must read, over its time, as a share of what the memory was measured to give",
     ),
     (
-        "memory_context", memory_context, "Memory against context",
+        "memory_context",
+        memory_context,
+        "Memory against context",
         "Bytes that the cache holds; thin lines: the formulas",
     ),
-)  # fmt: skip
+)
 DIFFERENCES = (
-    "window_differences", "Difference by window",
+    "window_differences",
+    "Difference by window",
     "NLL above the full cache's of every window, sorted, a panel a method, the others in grey; a method whose mean is "
     "harmless may still ruin some windows",
-)  # fmt: skip
+)
 
 
 def draw_all(rows: Sequence[Row], folder: Path, samples: Sequence[Sample] = ()) -> list[Plot]:

@@ -11,7 +11,7 @@ from kvbench.report.multiples import Curve, small_multiples
 from kvbench.report.names import config_of, labels
 from kvbench.report.panels import place_of, titled
 from kvbench.report.style import Looks
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 METRIC = "kl_at"
 

@@ -15,7 +15,7 @@ from kvbench.report.commands import read_config
 from kvbench.report.names import knob_text
 from kvbench.report.table import Column, Table, text_column
 from kvbench.report.tables import for_terminal
-from kvbench.rows import COLUMNS, Row
+from kvbench.results.row import COLUMNS, Row
 
 EXAMPLE = "published={source: ..., settings: {...}, numbers: [{method: h2o, metric: ppl, value: 5.4}]}"
 
@@ -58,8 +58,11 @@ def published_of(node: Any) -> Published | None:
             what = f"{unknown[0]} is no column of a row" if unknown else "metric and value (a number) are needed"
             raise UserError(f"published: {dict(one)}: {what}; write {EXAMPLE}")
     columns = [{key: _column(value) for key, value in one.items() if key != "value"} for one in numbers]
-    return Published(str(node.get("source", "")), settings,
-                     [Number(float(one["value"]), of) for one, of in zip(numbers, columns, strict=True)])  # fmt: skip
+    return Published(
+        str(node.get("source", "")),
+        settings,
+        [Number(float(one["value"]), of) for one, of in zip(numbers, columns, strict=True)],
+    )
 
 
 def _column(value: Any) -> Any:
@@ -83,8 +86,11 @@ def published_tables(runs: Sequence[Path], rows: Sequence[Row]) -> list[Table]:
         if node is not None and node not in nodes:
             nodes.append(node)
     names = (f"published_{index}" if index else "published" for index in range(len(nodes)))
-    tables = [published_table(found, rows, name) for node, name in zip(nodes, names, strict=False)
-              if (found := published_of(node)) is not None]  # fmt: skip
+    tables = [
+        published_table(found, rows, name)
+        for node, name in zip(nodes, names, strict=False)
+        if (found := published_of(node)) is not None
+    ]
     return [table for table in tables if table is not None]
 
 
@@ -100,33 +106,50 @@ def published_table(published: Published, rows: Sequence[Row], name: str = "publ
     if other := sorted({text for row in found if row is not None for text in differing(row, published.settings)}):
         caption.append(f"not the published setting (in brackets): {', '.join(other)}")
     return Table(
-        name, "Beside published numbers", caption,
+        name,
+        "Beside published numbers",
+        caption,
         (
             text_column("method", "method", [number.label for number in published.numbers]),
             text_column("metric", "metric", [str(number.of["metric"]) for number in published.numbers]),
-            _numbers("published", values), _numbers("measured", measured), _numbers("difference", off, sign="+"),
+            _numbers("published", values),
+            _numbers("measured", measured),
+            _numbers("difference", off, sign="+"),
         ),
         [
-            {**number.of, "published": number.value, "measured": ours, "difference": difference,
-             "low": getattr(row, "low", None), "high": getattr(row, "high", None), "source": published.source}
+            {
+                **number.of,
+                "published": number.value,
+                "measured": ours,
+                "difference": difference,
+                "low": getattr(row, "low", None),
+                "high": getattr(row, "high", None),
+                "source": published.source,
+            }
             for number, ours, difference, row in zip(published.numbers, measured, off, found, strict=True)
         ],
         rows=[row or Row(method=number.of.get("method")) for number, row in zip(published.numbers, found, strict=True)],
-    )  # fmt: skip
+    )
 
 
 def closest(number: Number, settings: Mapping[str, Any], rows: Sequence[Row]) -> Row | None:
     """The measured row of a published number: of several the one nearest to its settings, of equals the latest."""
-    fitting = [row for row in rows
-               if row.value is not None and all(getattr(row, key) == value for key, value in number.of.items())]
+    fitting = [
+        row
+        for row in rows
+        if row.value is not None and all(getattr(row, key) == value for key, value in number.of.items())
+    ]
     ranked = [(len(differing(row, settings)), -index) for index, row in enumerate(fitting)]
     return fitting[-min(ranked)[1]] if ranked else None
 
 
 def differing(row: Row, settings: Mapping[str, Any]) -> list[str]:
     """`n 64 (65536)`: what was measured otherwise, with the published setting in brackets."""
-    return [f"{key} {knob_text(key, getattr(row, key))} ({value})" for key, value in settings.items()
-            if getattr(row, key) != value]  # fmt: skip
+    return [
+        f"{key} {knob_text(key, getattr(row, key))} ({value})"
+        for key, value in settings.items()
+        if getattr(row, key) != value
+    ]
 
 
 def _numbers(key: str, values: Sequence[float | None], sign: str = "") -> Column:

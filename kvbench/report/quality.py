@@ -15,13 +15,15 @@ from kvbench.report.candidates import Candidate, Group, groups_of, setting_of
 from kvbench.report.multiples import plain_number, symmetric_log
 from kvbench.report.names import display_name
 from kvbench.report.style import FAINT, Looks, styles
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 # metric, axis label, which end is good
 MEASURES = (
-    ("nll_minus_full", "NLL above full, nats", "low"), ("kl", "KL, nats", "low"),
-    ("top1", "top-1 agreement", "high"), ("hit_rate", "needles found", "high"),
-)  # fmt: skip
+    ("nll_minus_full", "NLL above full, nats", "low"),
+    ("kl", "KL, nats", "low"),
+    ("top1", "top-1 agreement", "high"),
+    ("hit_rate", "needles found", "high"),
+)
 SHARES = ("top1", "hit_rate")
 MOST_GROUPS = 3
 STEEP = 0.3  # nats: with a loss above it the axis is logarithmic beyond 0.01, so that small ones can be told apart

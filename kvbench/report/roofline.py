@@ -11,7 +11,7 @@ from kvbench.report import bars, panels, units
 from kvbench.report.lines import lines_of
 from kvbench.report.panels import Drawn
 from kvbench.report.style import INK, Looks, styles
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 METRIC = "bandwidth_share"
 

@@ -10,9 +10,19 @@ from typing import Any
 # Twelve colours that stay apart from each other and from black under normal vision, protanopia, deuteranopia
 # and tritanopia (CIEDE2000 of at least 10 between any two). Markers help where colour is lost.
 PALETTE = (
-    "#882255", "#AA4466", "#E20134", "#008DF9", "#8400CD", "#332288", "#117733", "#E69F00", "#661100",
-    "#EE6677", "#56B4E9", "#CC79A7",
-)  # fmt: skip
+    "#882255",
+    "#AA4466",
+    "#E20134",
+    "#008DF9",
+    "#8400CD",
+    "#332288",
+    "#117733",
+    "#E69F00",
+    "#661100",
+    "#EE6677",
+    "#56B4E9",
+    "#CC79A7",
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "d")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
 # The salt spreads the names of the methods that come with kvbench over different colours, so that a colour
@@ -21,12 +31,27 @@ SALT = 235525
 BASELINE = "full"
 # matplotlib settings for figures 6.5 inches wide, the text width of a page.
 RC = {
-    "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8,
-    "lines.linewidth": 1.4, "lines.markersize": 5.5, "axes.grid": True, "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.6, "axes.axisbelow": True, "savefig.dpi": 200, "figure.dpi": 100,
-    "figure.constrained_layout.use": True, "svg.fonttype": "none", "pdf.fonttype": 42,
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5.5,
+    "axes.grid": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "savefig.dpi": 200,
+    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+}
 WIDTH = 6.5
 INK = "#222222"
 FAINT = "#777777"
@@ -46,7 +71,6 @@ class Style:
         face = "white" if self.hollow else self.colour
         look = {"color": self.colour, "marker": self.marker, "linestyle": self.dash}
         return look | {"markerfacecolor": face, "markeredgecolor": self.colour, "markeredgewidth": 1.2}
-
 
     def bar(self) -> dict[str, Any]:
         """Keyword arguments for `Axes.barh`: hatched where the marker is hollow."""

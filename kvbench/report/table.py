@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 INTERVAL = re.compile(r"^(.+?) (\[.+\])$")  # a cell with one: the number, and the interval
 GAP = 2  # characters between two columns in a terminal
@@ -132,12 +132,24 @@ def to_latex(table: Table) -> str:
     lines = [" & ".join(_latex(column.header) for column in columns) + r" \\", r"\midrule"]
     lines += [" & ".join(_latex_cell(column, index) for column in columns) + r" \\" for index in range(table.height)]
     caption = ". ".join([table.title, ", ".join(table.caption)]).rstrip(". ") + "."
-    return "\n".join([
-        r"\begin{table}", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
-        rf"\caption{{{_latex(caption)}}}", rf"\label{{tab:{table.name}}}",
-        rf"\sbox0{{\begin{{tabular}}{{{spec}}}", r"\toprule", *lines, r"\bottomrule", r"\end{tabular}}%",
-        r"\ifdim\wd0>\textwidth\resizebox{\textwidth}{!}{\usebox0}\else\usebox0\fi", r"\end{table}",
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+                rf"\caption{{{_latex(caption)}}}",
+                rf"\label{{tab:{table.name}}}",
+                rf"\sbox0{{\begin{{tabular}}{{{spec}}}",
+                r"\toprule",
+                *lines,
+                r"\bottomrule",
+                r"\end{tabular}}%",
+                r"\ifdim\wd0>\textwidth\resizebox{\textwidth}{!}{\usebox0}\else\usebox0\fi",
+                r"\end{table}",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _latex_cell(column: Column, index: int) -> str:
@@ -149,10 +161,24 @@ def _latex_cell(column: Column, index: int) -> str:
 
 
 LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "Δ": r"$\Delta$", "–": "--", "†": r"$^\dagger$",
-    "±": r"$\pm$", ">": r"$>$", "<": r"$<$", "·": r"$\cdot$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "Δ": r"$\Delta$",
+    "–": "--",
+    "†": r"$^\dagger$",
+    "±": r"$\pm$",
+    ">": r"$>$",
+    "<": r"$<$",
+    "·": r"$\cdot$",
+}
 
 
 def _latex(text: str) -> str:

@@ -16,19 +16,12 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.report import needle, units
-from kvbench.report.columns import (
-    Headline,
-    caption_of,
-    identity_columns,
-    metric_columns,
-    repeats_text,
-    status_column,
-)
+from kvbench.report.columns import Headline, caption_of, identity_columns, metric_columns, repeats_text, status_column
 from kvbench.report.findings import find_all
 from kvbench.report.lines import Line, lines_of, measures_of
 from kvbench.report.names import IDENTITY, rows_of
 from kvbench.report.table import GAP, Table, fitting
-from kvbench.results import Row
+from kvbench.results.folder import Row
 
 COUNTS = (
     Headline("engaged", "engaged", units.plainly(units.percent), rank=1, folds=True),
@@ -130,7 +123,7 @@ class TerminalTable:
 def terminal_table(frame: pd.DataFrame) -> TerminalTable:
     """What `python -m kvbench` prints at the end, to be given to rich's Console.print.
 
-    `frame` has the columns of `kvbench.results.Row`, as `load` and `frame_of` return it.
+    `frame` has the columns of `kvbench.results.folder.Row`, as `load` and `frame_of` return it.
     """
     return TerminalTable(rows_of(frame))
 
@@ -149,9 +142,16 @@ def for_terminal(table: Table, width: int, shared: Sequence[str] = ()) -> RichTa
     if dropped:
         own.append(f"not shown here: {', '.join(dropped)}")
     shown = RichTable(
-        title=table.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False,
-        padding=(0, GAP - 1, 0, 0), caption=" · ".join(own), caption_justify="left", caption_style="dim",
-    )  # fmt: skip
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, GAP - 1, 0, 0),
+        caption=" · ".join(own),
+        caption_justify="left",
+        caption_style="dim",
+    )
     for column in columns:
         # Names may break over lines, numbers never.
         justify: Literal["left", "right"] = "left" if column.left else "right"
@@ -183,8 +183,12 @@ def _unknown_headlines(lines: list[Line]) -> tuple[Headline, ...]:
     metrics = dict.fromkeys(metric for line in lines for metric, _, _ in line.cells if metric not in counted)
     number = units.plainly(units.significant)
     return tuple(
-        Headline(metric, metric.replace("_", " "), units.in_bytes if metric.endswith("_bytes") else number,
-                 rank=0 if i < 2 else 5 + i)
+        Headline(
+            metric,
+            metric.replace("_", " "),
+            units.in_bytes if metric.endswith("_bytes") else number,
+            rank=0 if i < 2 else 5 + i,
+        )
         for i, metric in enumerate(metrics)
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 
 @dataclass(frozen=True)

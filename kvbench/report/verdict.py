@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvbench.report import units
 from kvbench.report.candidates import Candidate, Group
 from kvbench.report.names import RANDOM, REPEATED, TRAINED, weights_of
-from kvbench.rows import Row
+from kvbench.results.row import Row
 
 WIDEST_LOSS = 0.05  # nats a token: an interval that ends above it holds zero only because it is wide
 FEWEST_NEEDLES = 10

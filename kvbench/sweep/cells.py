@@ -16,14 +16,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import provenance
-from kvbench.atomic import plain, read_json
 from kvbench.config import MethodConfig
+from kvbench.files import plain, read_json
+from kvbench.measures.settings import Latency, Setting, context_of, one_by_one, without_context
 from kvbench.report.names import rows_of
-from kvbench.results import STATUS, resume_key, rows_between
-from kvbench.rows import Row
-from kvbench.settings import Latency, Setting, context_of, one_by_one, without_context
-from kvbench.sweep.claims import is_alive
+from kvbench.results import provenance
+from kvbench.results.claims import is_alive
+from kvbench.results.folder import STATUS, resume_key, rows_between
+from kvbench.results.row import Row
 
 TIMED = ("memory", "latency")
 DONE = ("ok", "oom", "skipped")
@@ -65,8 +65,15 @@ class Cell:
 
     def record(self) -> dict[str, Any]:
         """What a status.json or a plan keeps of it."""
-        return {"id": self.id, "kind": self.kind, "key": self.key, "method": self.method, "knobs": self.knobs,
-                "measure": self.measure, "context": self.context}  # fmt: skip
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "key": self.key,
+            "method": self.method,
+            "knobs": self.knobs,
+            "measure": self.measure,
+            "context": self.context,
+        }
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,15 @@ class Facts:
         """The cell's resume key."""
         timed = cell.measure in TIMED
         return resume_key(
-            model_revision=self.model_revision, config=cell.config,
+            model_revision=self.model_revision,
+            config=cell.config,
             data_fingerprint=self.task_files if cell.measure == "tasks" else self.data_fingerprint,
-            protocol=cell.measure, dtype=self.dtype, device_name=self.device if timed else None,
-            kernel=self.kernel if timed else None, threads=self.threads if timed else None,
-        )  # fmt: skip
+            protocol=cell.measure,
+            dtype=self.dtype,
+            device_name=self.device if timed else None,
+            kernel=self.kernel if timed else None,
+            threads=self.threads if timed else None,
+        )
 
 
 def parts_of(settings: Mapping[str, Setting]) -> list[Part]:
@@ -98,8 +109,9 @@ def parts_of(settings: Mapping[str, Setting]) -> list[Part]:
     for measure, setting in settings.items():
         parts += [Part(measure, one, context_of(one)) for one in one_by_one(setting)]
         if isinstance(setting, Latency) and len(setting.contexts) > 1:
-            parts += [Part(measure, replace(setting, batches=[batch], throughput=False), None)
-                      for batch in setting.batches]
+            parts += [
+                Part(measure, replace(setting, batches=[batch], throughput=False), None) for batch in setting.batches
+            ]
     return parts
 
 
@@ -109,8 +121,14 @@ def cell_of(method: MethodConfig, part: Part, common: Mapping[str, Any]) -> Cell
     common: the keys in SHARED, as plain values.
     """
     seeded = {"seed": common["seed"]} if part.measure == "needle" else {}  # methods carry their own
-    config = {"method": method.effective, "measure": part.measure, "setting": asdict(part.setting),
-              "load_kwargs": common["model"].get("load_kwargs"), "slope": part.context is None, **seeded}  # fmt: skip
+    config = {
+        "method": method.effective,
+        "measure": part.measure,
+        "setting": asdict(part.setting),
+        "load_kwargs": common["model"].get("load_kwargs"),
+        "slope": part.context is None,
+        **seeded,
+    }
     machine = {key: common[key] for key in ("kernel", "threads")} if part.measure in TIMED else {}
     asked = {"model": common["model"], "data": common["data"], "code": _code(), **machine}
     knobs = {key: value for key, value in (method.columns | method.others).items() if value is not None}
@@ -120,8 +138,9 @@ def cell_of(method: MethodConfig, part: Part, common: Mapping[str, Any]) -> Cell
 
 def common_of(config: DictConfig) -> dict[str, Any]:
     """The keys in SHARED of a resolved config, as plain values."""
-    return {key: OmegaConf.to_object(config[key]) if OmegaConf.is_config(config[key]) else config[key]
-            for key in SHARED}  # fmt: skip
+    return {
+        key: OmegaConf.to_object(config[key]) if OmegaConf.is_config(config[key]) else config[key] for key in SHARED
+    }
 
 
 def with_key(cell: Cell, facts: Facts) -> Cell:

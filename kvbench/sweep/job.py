@@ -12,15 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.errors import EXIT_SOME_FAILED
-from kvbench.measure.bench import Bench, Entry, Finding
-from kvbench.measure.latency import slope
+from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.latency.decode_times import slope
+from kvbench.measures.settings import Latency
 from kvbench.report.published import Published, print_published
 from kvbench.report.tables import TerminalTable
-from kvbench.results import STATUS, RunFolder
-from kvbench.rows import KNOBS, Row
-from kvbench.settings import Latency
+from kvbench.results.claims import Claims, beating
+from kvbench.results.folder import STATUS, RunFolder
+from kvbench.results.row import KNOBS, Row
 from kvbench.sweep.cells import DONE, Cell, Ledger, Part, Record, record_rows, settled, standing
-from kvbench.sweep.claims import Claims, beating
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
 
@@ -146,8 +146,10 @@ def _measure(
         status = mine[0].status if mine else "failed"
         outcome: dict[str, Any] = {"status": status, "finished": now, "seconds": (now - started) / len(taken)}
         if failures or not mine:
-            outcome |= {"note": mine[0].note if mine else "it yielded no rows",
-                        "traceback": "\n".join(bench.tracebacks[traces:])}  # fmt: skip
+            outcome |= {
+                "note": mine[0].note if mine else "it yielded no rows",
+                "traceback": "\n".join(bench.tracebacks[traces:]),
+            }
         outcomes[cell.id] = mine, outcome
     with stops.held_back():
         if samples:
@@ -180,16 +182,22 @@ def _slopes(work: Work, bench: Bench, folder: RunFolder, part: Part, taken: list
     outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
     for entry, cell in taken:
         at = [known.label for known in bench.entries].index(entry.label)
-        contexts = [cells[at] for other, cells in work.parts
-                    if isinstance(other.setting, Latency) and other.context and other.setting.batches == [batch]]
+        contexts = [
+            cells[at]
+            for other, cells in work.parts
+            if isinstance(other.setting, Latency) and other.context and other.setting.batches == [batch]
+        ]
         found = [standing(by_key.get(context.key, [])) for context in contexts]
         if any(record is None or record.status not in (*DONE, "failed") for record in found):
             outcomes[cell.id] = [], {"status": "elsewhere", "note": "not all of its contexts are measured yet"}
             continue
         medians = [
-            (row.context, row.value) for record in found if record is not None and record.status == "ok"
-            for row in record_rows(record) if row.metric == "tpot_p50_ms" and row.context and row.value is not None
-        ]  # fmt: skip
+            (row.context, row.value)
+            for record in found
+            if record is not None and record.status == "ok"
+            for row in record_rows(record)
+            if row.metric == "tpot_p50_ms" and row.context and row.value is not None
+        ]
         rows = [_with_remark(row, bench) for row in slope(entry, medians, batch)]
         outcome = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
         outcomes[cell.id] = rows, {**outcome, "finished": time.time(), "seconds": 0.0}
@@ -212,8 +220,11 @@ def recording(folder: RunFolder, bench: Bench, claims: Claims) -> Iterator[Stops
                 folder.finish(status, error=note)
             if stopped:
                 why = f" by {error}" if isinstance(error, Terminated) else ""
-                print(f"kvbench: interrupted{why}; what was measured is in {folder.path}, and the same command goes on "
-                      "where it stopped", file=sys.stderr)  # fmt: skip
+                print(
+                    f"kvbench: interrupted{why}; what was measured is in {folder.path}, and the same command goes on "
+                    "where it stopped",
+                    file=sys.stderr,
+                )
             raise
         finally:
             claims.release()
@@ -241,8 +252,10 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
         print(f"kvbench: {status}: {cell.name}{': ' if note else ''}{note}", file=sys.stderr)
     earlier = sorted({str(record.run) for record in results} - {str(folder.path if folder else "")})
     if folder is None:
-        print(f"all {len(records)} cells were measured before; rerun=all measures them again, "
-              "rerun=failed what ran out of memory")  # fmt: skip
+        print(
+            f"all {len(records)} cells were measured before; rerun=all measures them again, "
+            "rerun=failed what ran out of memory"
+        )
     elif earlier:
         print("some cells were measured before; rerun=all measures them again")
     for run in earlier:

@@ -22,21 +22,25 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.atomic import read_json, to_json, write_atomic
 from kvbench.config import check_measures, method_configs
 from kvbench.errors import UserError
-from kvbench.results import check_writable, clean_label
-from kvbench.settings import KINDS, read_settings
+from kvbench.files import read_json, to_json, write_atomic
+from kvbench.measures.settings import KINDS, read_settings
+from kvbench.results.claims import beating, this_process
+from kvbench.results.folder import check_writable, clean_label
 from kvbench.sweep.cells import RERUN, Cell, cell_of, common_of, parts_of
-from kvbench.sweep.claims import beating, this_process
 
 PLAN, LAUNCHER = "plan.json", "launcher"
 NO_PART_OF_THE_NAME = ("rerun=", "results_dir=", "skip_larger=", "hydra.", "hydra/", "-")
 """Words that change how a sweep runs and not what it measures: with others of them it is the same sweep."""
 
 
-LAUNCHERS = {"slurm": ("hydra_submitit_launcher", "sweep"), "local": ("hydra_submitit_launcher", "sweep"),
-             "joblib": ("hydra_joblib_launcher", "sweep"), "ray": ("hydra_ray_launcher", "ray")}  # fmt: skip
+LAUNCHERS = {
+    "slurm": ("hydra_submitit_launcher", "sweep"),
+    "local": ("hydra_submitit_launcher", "sweep"),
+    "joblib": ("hydra_joblib_launcher", "sweep"),
+    "ray": ("hydra_ray_launcher", "ray"),
+}
 """hydra/launcher=: the plugin that it needs and the extra that brings it."""
 
 
@@ -133,8 +137,14 @@ def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
     folder = Path(results.pop()).absolute() / sweep_name(words)
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    plan = {"command": command, "started": started, "rerun": rerun, "results": "..", "jobs": jobs,
-            "cells": [cell.record() for cell in cells.values()]}  # fmt: skip
+    plan = {
+        "command": command,
+        "started": started,
+        "rerun": rerun,
+        "results": "..",
+        "jobs": jobs,
+        "cells": [cell.record() for cell in cells.values()],
+    }
     write_atomic(folder / PLAN, to_json(plan))
     return Sweep(folder, started, command)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvbench.atomic import read_json
 from kvbench.background import repeating
-from kvbench.sweep.claims import is_alive
+from kvbench.files import read_json
+from kvbench.results.claims import is_alive
 from kvbench.sweep.plan import PLAN, Sweep, job_records
 
 LOOK_S = 2.0

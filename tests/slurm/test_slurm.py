@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import status
-from tests.sweeping import (
+from kvbench.cli import status
+from tests.shared.sweeping import (
     FAULTS,
     TINY,
     always_whole,

@@ -1,0 +1,228 @@
+"""Memory: bytes that a cache really holds, by part, and the peaks of prefill and decode apart."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.bytes import Held, allocator_bytes, held_bytes
+from kvbench.cache.caches import AnyCache, KVCache
+from kvbench.cache.decode import step
+from kvbench.cache.formula import kept_bytes
+from kvbench.cache.record import PrefillRecord
+from kvbench.errors import UserError
+from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.memory.peak import peak
+from kvbench.measures.settings import Memory
+from kvbench.measures.subprocess_cell import can_have_children, in_fresh_process
+from kvbench.models.load import ModelSpec, load_model
+from kvbench.progress import Progress
+from kvbench.results.row import Row
+
+WARM_UP = 256
+"""Tokens of a prompt that nothing is measured on."""
+
+PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis", "state")
+
+
+def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
+    """One finding a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
+
+    Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's; and,
+    where `isolate`, in a process that nothing else has run in. A model that a device map spreads over several devices
+    stays in this one: they hold its weights once.
+    """
+    spread = len(set((getattr(bench.loaded.model, "hf_device_map", None) or {}).values())) > 1
+    isolate = settings.isolate and bench.spec is not None and not spread and can_have_children()
+    for context in settings.contexts:
+        with bench.progress.phase(f"memory {context}", len(bench.entries)) as advance:
+            for entry in bench.entries:
+                with bench.cell(entry, "memory", context=context):
+                    measured = _apart if isolate else _measure
+                    yield Finding(measured(bench, entry, context, settings.tokens))
+                advance()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process of its own is given instead of a bench. ids: the text that is fed."""
+
+    spec: ModelSpec
+    entry: Entry
+    ids: list[int]
+    tokens: int
+    kernel: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The rows, or what failed."""
+
+    rows: list[Row]
+    failures: list[tuple[str, Row]]
+    tracebacks: list[str]
+
+
+def _apart(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
+    """`_measure` in a process of its own; its failures become the bench's."""
+    assert bench.spec is not None
+    request = Request(
+        bench.spec, entry, bench.window(0, context + tokens).tolist(), tokens, bench.kernel, torch.get_num_threads()
+    )
+    with _off_the_device(bench):
+        reply = in_fresh_process(answer, request)
+    bench.failures.extend(reply.failures)
+    bench.tracebacks.extend(reply.tracebacks)
+    return reply.rows
+
+
+def answer(request: Request) -> Reply:
+    """Load the model, measure, and tell: what runs in the process of its own."""
+    torch.set_num_threads(request.threads)
+    bench = Bench(
+        load_model(request.spec), [request.entry], torch.tensor(request.ids), Progress(quiet=True), request.kernel
+    )
+    context, rows = len(request.ids) - request.tokens, list[Row]()
+    with kvbench_attention(bench.loaded.model), bench.cell(request.entry, "memory", context=context):
+        for row in _measure(bench, request.entry, context, request.tokens):
+            peaks = (row.metric or "").startswith("peak_")
+            rows.append(replace(row, note=f"{row.note}, in a fresh process") if peaks else row)
+    return Reply(rows, bench.failures, bench.tracebacks)
+
+
+@contextmanager
+def _off_the_device(bench: Bench) -> Iterator[None]:
+    """A GPU need not hold the weights twice: this process's wait in the host's memory."""
+    model, device = bench.loaded.model, bench.loaded.device
+    if device.type != "cuda":
+        yield
+        return
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        model.to(device)
+
+
+def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
+    model, device = bench.loaded.model, bench.loaded.device
+    ids = bench.window(0, context + tokens).unsqueeze(0).to(device)
+    _warm_up(bench, entry, ids[:, : min(WARM_UP, context) + 1])
+    with peak(device) as prefill_peak:
+        record = prefill(model, ids[:, :context], [entry.method.rule])
+        cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
+    sizes = Sizes.of(record, context + tokens)
+    formula = kept_bytes(model, entry.method, record)
+    del record
+    with peak(device) as decode_peak:
+        for t in range(tokens):
+            step(model, ids[:, context + t : context + t + 1], cache)
+    base = replace(entry.row, measure="memory", context=context, batch=1, n=1, protocol="prefill_decode")
+    held = held_bytes(cache.buffers())
+    rows = _held_rows(base, cache, held, sizes)
+    if isinstance(cache, KVCache):
+        rows += _side_by_side(base, held, formula(cache), allocator_bytes(cache.buffers()))
+    for metric, phase in (("peak_prefill_bytes", prefill_peak), ("peak_decode_bytes", decode_peak)):
+        note = f"{phase.source}, above what was held before the phase"
+        rows.append(replace(base, metric=metric, value=float(phase.bytes), unit="bytes", note=note))
+    return rows
+
+
+def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -> Iterator[Row]:
+    """The same cache by formula and as the allocator has it, and what lies between, so that the three add up."""
+    apart = sum(held.parts.get(part, 0) for part in ("positions", "scores", "state"))
+    byte = replace(base, unit="bytes")
+    yield replace(
+        byte,
+        metric="analytic_bytes",
+        value=float(analytic),
+        note="the store's formula for the kept tokens: rows, codes, scales, residual",
+    )
+    yield replace(
+        byte,
+        metric="spare_bytes",
+        value=float(held.held - analytic - apart),
+        note="held beyond analytic bytes, positions, scores and states: slots for tokens to come, and the "
+        "one that a step writes before it evicts",
+    )
+    if allocated is not None:
+        yield replace(
+            byte,
+            metric="allocator_bytes",
+            value=float(allocated),
+            note="what the allocator set aside for the held bytes, its rounding included",
+        )
+
+
+def _warm_up(bench: Bench, entry: Entry, ids: Tensor) -> None:
+    """What the first call of anything allocates for good must not count as the first method's."""
+    with suppress(UserError):  # a share of so short a prompt may be too little for the method
+        record = prefill(bench.loaded.model, ids[:, :-1], [entry.method.rule])
+        cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=1, kernel=bench.kernel)
+        step(bench.loaded.model, ids[:, -1:], cache)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a full cache holds: of each of the `seen` tokens `growing` numbers, in the layers that the model's own
+    window bounds `bounded` in all, of `itemsize` bytes each; and `state` numbers of states in `state_bytes`.
+    `layers` have keys and values."""
+
+    seen: int
+    layers: int
+    growing: int
+    bounded: int
+    itemsize: int
+    state: int
+    state_bytes: int
+
+    @classmethod
+    def of(cls, record: PrefillRecord, seen: int) -> "Sizes":
+        windows = [(layer.token_numbers, layer.scoring.window) for layer in record.layers]
+        growing = sum(numbers for numbers, window in windows if window is None)
+        bounded = sum(numbers * min(seen, window - 1) for numbers, window in windows if window is not None)
+        tensors = [tensor for state in record.states for tensor in state.tensors()]
+        return cls(
+            seen,
+            len(windows),
+            growing,
+            bounded,
+            record.layers[0].key.element_size(),
+            sum(tensor.numel() for tensor in tensors),
+            sum(tensor.nbytes for tensor in tensors),
+        )
+
+    @property
+    def growing_bytes(self) -> int:
+        return self.growing * self.seen * self.itemsize
+
+    @property
+    def full_bytes(self) -> int:
+        return self.growing_bytes + self.bounded * self.itemsize + self.state_bytes
+
+
+def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row]:
+    dense = sizes.full_bytes
+    found: list[tuple[str, float, str]] = [
+        ("held_bytes", held.held, "bytes"),
+        ("slack_bytes", held.slack, "bytes"),
+        ("dense_bytes", dense, "bytes"),
+        *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
+        ("engaged", float(cache.has_compressed), "share"),
+        ("kept_tokens", cache.kept_tokens, "tokens"),
+        ("positions_processed", cache.positions_processed, "positions"),
+        ("bytes_per_token", held.held / sizes.seen, "bytes"),
+        ("bytes_per_token_layer", held.held / sizes.seen / sizes.layers, "bytes"),
+    ]
+    if held.used:
+        kept = sizes.growing * cache.kept_tokens + sizes.bounded + sizes.state
+        found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / kept, "bits")]
+    if sizes.bounded or sizes.state:  # what of the full cache the methods have any say in
+        found.append(("compressible_share", sizes.growing_bytes / dense, "share"))
+    return [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]

@@ -1,0 +1,173 @@
+"""Retrieval: something hidden in a long text, asked for after (or before) the text has been compressed.
+
+Lengths are exact tokens of context, what is hidden included, the question not. What is hidden and asked for, and what
+counts as an answer, is `kvbench.texts.needle_tasks`'s business.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvbench.cache.caches import AnyCache
+from kvbench.cache.decode import generate
+from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.fallbacks import each_cache
+from kvbench.measures.perplexity.windows import token_hash
+from kvbench.measures.question_rows import BLIND, Answer, Answers, above_full, engagement, mean_over, spoken
+from kvbench.measures.settings import Needle
+from kvbench.measures.statistics import bounds, wilson
+from kvbench.models.load import end_tokens
+from kvbench.results.row import Row
+from kvbench.texts.needle_tasks import is_hit, recall
+from kvbench.texts.prompts import Prompt, make_prompts, template_of
+
+
+def needle(bench: Bench, settings: Needle) -> Iterator[Finding]:
+    """One finding a length, with rows a method, task and time of the question: hits and hit_rate at each depth and
+    over all, hit_rate_minus_full, engaged, kept_tokens."""
+    for length in settings.lengths:
+        prompts = bench.prompts.get(length) or make_prompts(
+            bench.loaded.tokenizer, bench.tokens, bench.seed, settings, length, bench.bos
+        )
+        answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
+        work = len(prompts) * len(bench.entries) * len(settings.question)
+        with bench.progress.phase(f"needle {length}", work) as advance:
+            for when in settings.question:
+                for batch in _batches(prompts, settings.batch):
+                    _ask(bench, when, length, [prompts[i] for i in batch], batch, answers)
+                    advance(len(batch) * len(bench.entries))
+        done = bench.alive("needle", context=length)
+        rows = [
+            row
+            for entry in done
+            for task in settings.tasks
+            for when in settings.question
+            for row in _rows(bench, entry, settings, when, task, length, prompts, answers)
+        ]
+        samples = [
+            _sample(bench, done, i, prompt, when, answers)
+            for when in settings.question
+            for i, prompt in enumerate(prompts)
+        ]
+        yield Finding(rows, samples)
+
+
+def _batches(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
+    """Indices of prompts that can run together: questions of one length in tokens, answers of one length."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        alike.setdefault((len(prompt.question), prompt.answer_tokens), []).append(i)
+    for indices in alike.values():
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+
+def _ask(bench: Bench, when: str, length: int, prompts: list[Prompt], indices: list[int], answers: Answers) -> None:
+    device, model = bench.loaded.device, bench.loaded.model
+    context = torch.tensor([prompt.ids for prompt in prompts], device=device)
+    question = torch.tensor([prompt.question for prompt in prompts], device=device)
+    if when == "before":
+        context = torch.cat([context, question], dim=1)
+    asked = question if when == "after" else None
+    fed = 0 if asked is None else question.shape[1]
+
+    ends = end_tokens(bench.loaded)
+
+    def answer(entry: Entry, cache: AnyCache) -> None:
+        engaged = cache.has_compressed
+        # Past the natural end too: what a cache holds afterwards must not depend on what it shares a batch with.
+        tokens = generate(model, asked, cache, prompts[0].answer_tokens)
+        for i, prompt, row in zip(indices, prompts, tokens.tolist(), strict=True):
+            text = spoken(bench.loaded.tokenizer, row, ends)
+            answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
+        bench.note_kept(entry, cache, indices, "needle", context=length, question=when)
+
+    each_cache(bench, context, answer, fed + prompts[0].answer_tokens, max(1, fed), "needle", context=length)
+
+
+def score(prompt: Prompt, answer: str) -> float:
+    """What share of what was asked for came back."""
+    if prompt.draft.first_number:
+        return float(is_hit(answer, prompt.draft.references[0]))
+    return recall(answer, prompt.draft.references)
+
+
+def _rows(
+    bench: Bench,
+    entry: Entry,
+    settings: Needle,
+    when: str,
+    task: str,
+    length: int,
+    prompts: list[Prompt],
+    answers: Answers,
+) -> Iterator[Row]:
+    mine, full = answers[entry.label, when], answers[bench.baseline.label, when]
+    of_task = [i for i, prompt in enumerate(prompts) if prompt.task.name == task]
+    template = template_of(bench.loaded.tokenizer, settings.template).sha256
+    base = replace(
+        entry.row,
+        measure="needle",
+        question=when,
+        context=length,
+        protocol=task,
+        batch=min(settings.batch, len(of_task)),
+    )
+    said = None if template is None else f"chat template {template[:12]}"
+    if template is not None:
+        base = replace(base, bos=None)  # the template brings its own
+    depths = sorted({prompt.depth for prompt in prompts if prompt.task.name == task and prompt.depth is not None})
+    groups = [(depth, [i for i in of_task if prompts[i].depth == depth]) for depth in depths]
+    for depth, cell in [*groups, (None, of_task)]:
+        scores, n = [mine[i].score for i in cell], len(cell)
+        paired = all(i in full for i in cell)
+        blind = paired and not any(full[i].score for i in cell)
+        notes = [note for note in (blind and BLIND, said) if note]
+        here = replace(base, depth=depth, n=n, note="; ".join(notes) or None)
+        yield replace(here, metric="hit_rate", unit="share", **_rate(scores, bench.seed))
+        yield replace(here, metric="hits", value=sum(scores), unit="hits")
+        if paired and not entry.is_baseline:
+            theirs = [full[i].score for i in cell]
+            yield above_full(replace(here, metric="hit_rate_minus_full"), scores, theirs, bench.seed)
+    of_all = replace(base, n=len(of_task), note=said)
+    yield from engagement(of_all, [mine[i] for i in of_task])
+
+
+def _rate(scores: list[float], seed: int) -> dict[str, Any]:
+    """With Wilson's interval for hits and misses; where a prompt asks for several things, a bootstrap over prompts."""
+    if all(score in (0, 1) for score in scores):
+        return {"value": sum(scores) / len(scores), **bounds(wilson(round(sum(scores)), len(scores)))}
+    return mean_over(scores, seed)
+
+
+def _sample(
+    bench: Bench, entries: Sequence[Entry], i: int, prompt: Prompt, when: str, answers: Answers
+) -> dict[str, Any]:
+    text = bench.loaded.tokenizer.decode(prompt.ids + prompt.question)
+    sample: dict[str, Any] = {
+        "measure": "needle",
+        "task": prompt.task.name,
+        "length": prompt.length,
+        "depth": prompt.depth,
+        "sample": prompt.sample,
+        "question": when,
+        "references": list(prompt.draft.references),
+        "sha256": token_hash(prompt.ids + prompt.question),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "methods": [
+            {
+                "method": entry.row.method,
+                "store": entry.row.store,
+                "knobs": entry.knobs,
+                "answer": answers[entry.label, when][i].text,
+                "hit": answers[entry.label, when][i].score,
+            }
+            for entry in entries
+        ],
+    }
+    if bench.save_tokens:
+        sample["ids"], sample["question_ids"] = prompt.ids, prompt.question
+    return sample

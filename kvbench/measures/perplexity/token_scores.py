@@ -1,0 +1,121 @@
+"""What a scored token is worth: its NLL, and how far the prediction is from the full cache's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.bytes import held_bytes
+from kvbench.cache.caches import AnyCache, PrefixCache
+from kvbench.cache.decode import step
+from kvbench.cache.forward import forward
+from kvbench.measures.context import Bench, Entry
+
+COMPARED = ("kl", "kl_reverse", "top1", "top5")
+"""What needs the full cache's prediction of the same token."""
+TOP = 5
+
+
+@dataclass
+class Scores:
+    """A method's values, one tensor [B, T] a batch of windows; kept, held (bytes), processed: one number a batch."""
+
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    kept: list[float] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    processed: list[int] = field(default_factory=list)
+
+    def of(self, name: str) -> Tensor | None:
+        """A column over all windows, [W, T]; None where some batch has none: the full cache failed there."""
+        batches = self.columns.get(name, [])
+        return torch.cat(batches) if len(batches) == len(self.columns["nll"]) else None
+
+    def of_window(self, name: str, window: int) -> float | None:
+        """A column's mean over one window; None where it is not known."""
+        known = torch.cat(self.columns[name]) if self.columns.get(name) else torch.empty(0)
+        return float(known[window].mean()) if window < len(known) else None
+
+
+class Scorer:
+    """Scores a batch of windows token by token through one method's cache, in as many pieces as the caller likes.
+
+    targets: [B, T], what follows the cache's prompt. step: tokens in one forward.
+    """
+
+    def __init__(self, bench: Bench, entry: Entry, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
+        self.entry, self.cache, self.targets, self.done = entry, cache, targets, 0
+        self.predictions = predictions(bench, cache, targets, step)
+        self.steps: dict[str, list[Tensor]] = {}
+
+    @torch.inference_mode()
+    def score(self, count: int, full: list[Tensor]) -> None:
+        """Score the next `count` tokens.
+
+        full: log-probabilities [B, V] of the full cache for each of them. The baseline fills it, the others compare
+        with it. Where the baseline has failed it is empty, and there is nothing to compare with.
+        """
+        for t, (logits, engaged) in enumerate(islice(self.predictions, count)):
+            log_p = logits.to(torch.float32).log_softmax(-1)
+            if self.entry.is_baseline:
+                full.append(log_p)
+            target = self.targets[:, self.done : self.done + 1]
+            values = {"nll": -log_p.double().gather(-1, target).squeeze(-1)}
+            values["engaged"] = torch.full_like(values["nll"], float(engaged))
+            if t < len(full):
+                values |= compare(full[t], log_p)
+            for name, value in values.items():
+                self.steps.setdefault(name, []).append(value.cpu())
+            self.done += 1
+
+    def close(self, scores: Scores) -> None:
+        """Hand over what was scored, and what the cache had come to."""
+        found = {name: torch.stack(steps, dim=1) for name, steps in self.steps.items() if len(steps) == self.done}
+        for name, column in found.items():
+            scores.columns.setdefault(name, []).append(column)
+        scores.kept.append(self.cache.kept_tokens)
+        scores.held.append(held_bytes(self.cache.buffers()).held)
+        scores.processed.append(self.cache.positions_processed)
+
+
+def predictions(bench: Bench, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
+    """Logits [B, V] for each target in turn, and whether they were made after something had been compressed.
+
+    Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
+    """
+    model = bench.loaded.model
+    if isinstance(cache, PrefixCache):
+        # One forward over everything scores all targets; timing recompute is the latency measure's business.
+        ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
+        cache.positions_processed += ids.shape[1]
+        for logits in forward(model, ids, None, targets.shape[1]).unbind(1):
+            yield logits, False
+        return
+    yield cache.last_logits, False
+    for start in range(0, targets.shape[1] - 1, size):
+        engaged = cache.has_compressed
+        block = targets[:, start : min(start + size, targets.shape[1] - 1)]
+        for logits in step(model, block, cache, block.shape[1]).unbind(1):
+            yield logits, engaged
+
+
+def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
+    """The full cache's log-probabilities [B, V] against a method's: `COMPARED`, each float64 [B].
+
+    kl: KL(full || method) in nats, kl_reverse: KL(method || full). top1: 1 where both expect the same token first.
+    top5: share of the full cache's five likeliest tokens that are among the method's five.
+    """
+    first, others = (x.topk(min(TOP, x.shape[-1]), dim=-1).indices for x in (log_p, log_q))
+    return {
+        "kl": divergence(log_p, log_q),
+        "kl_reverse": divergence(log_q, log_p),
+        "top1": (log_p.argmax(-1) == log_q.argmax(-1)).double(),
+        "top5": (first.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).double().mean(-1),
+    }
+
+
+def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) in nats of log-probabilities [B, V]: float64 [B]. What p rules out (-inf) adds nothing."""
+    p, q = log_p.double(), log_q.double()
+    return torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum(-1)

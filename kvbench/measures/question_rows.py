@@ -1,0 +1,65 @@
+"""What measures that ask questions have in common: answers, and the rows that go with any of them."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvbench.measures.statistics import bounded_interval, bounds, units_of
+from kvbench.results.row import Row
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a method answered. score: from 0 to 1. engaged: whether its cache had been compressed before; kept: tokens
+    it held at the end."""
+
+    text: str
+    score: float
+    engaged: bool
+    kept: float
+
+
+Answers = dict[tuple[str, str], dict[int, Answer]]
+"""By method and by when the question came; then by the number of the prompt."""
+
+
+BETTER = "better than full beyond the interval"
+BLIND = "uninformative: the full cache finds none of these"
+
+
+def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[str, Any]:
+    """The mean of independent scores from `lowest` to 1 and its interval, as the columns of a row."""
+    units = units_of(np.array(list(scores), dtype=np.float64)[:, None])
+    return {"value": units.mean, **bounds(bounded_interval(units, lowest, 1.0, seed))}
+
+
+def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: int) -> Row:
+    """The mean of the paired differences to the full cache's scores, which says so where it lies above zero."""
+    found = mean_over([a - b for a, b in zip(mine, full, strict=True)], seed, lowest=-1.0)
+    notes = [BETTER if found["low"] > 0 else None, base.note]
+    return replace(base, unit="share", note="; ".join(filter(None, notes)) or None, **found)
+
+
+def spoken(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """An answer in words: what stands before its natural end, without special tokens."""
+    stop = next((t for t, token in enumerate(tokens) if token in ends), None)
+    text: str = tokenizer.decode(tokens[:stop], skip_special_tokens=True)
+    return text
+
+
+class FromCache(Protocol):
+    """Whatever came out of a cache: whether it had been compressed before, and tokens held at the end."""
+
+    @property
+    def engaged(self) -> bool: ...
+    @property
+    def kept(self) -> float: ...
+
+
+def engagement(base: Row, answers: Collection[FromCache]) -> Iterator[Row]:
+    """Rows engaged and kept_tokens: means over the answers."""
+    n = len(answers)
+    yield replace(base, metric="engaged", unit="share", value=sum(answer.engaged for answer in answers) / n)
+    yield replace(base, metric="kept_tokens", unit="tokens", value=sum(answer.kept for answer in answers) / n)

@@ -1,0 +1,150 @@
+"""Published tasks through a compressed cache: LongBench's English sets and RULER's, scored by their own metrics.
+
+The context is prefilled and compressed; the question comes afterwards, as tokens fed through the cache (or before, as
+part of what is compressed), and the answer is generated greedily. Contexts beyond `tasks.longest` tokens lose their
+middle, as LongBench does it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvbench.cache.caches import AnyCache
+from kvbench.cache.decode import generate
+from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.fallbacks import each_cache
+from kvbench.measures.perplexity.windows import token_hash
+from kvbench.measures.question_rows import BLIND, Answer, Answers, above_full, engagement, mean_over, spoken
+from kvbench.measures.settings import Tasks
+from kvbench.models.load import end_tokens
+from kvbench.results.row import Row
+from kvbench.texts.answer_metrics import WITHOUT_CHAT
+from kvbench.texts.prompts import Template, template_of
+from kvbench.texts.task_sets import SCORES, Sample, encode, load_samples
+
+
+def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
+    """One finding a task: rows score, score_minus_full, engaged, kept_tokens a method and time of the question."""
+    for name in settings.names:
+        samples = bench.samples.get(name) or load_samples(settings, name)
+        kind = "base" if name in WITHOUT_CHAT else settings.template
+        template = template_of(bench.loaded.tokenizer, kind)
+        answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
+        bos = bench.bos if kind == "base" else None  # a chat template brings its own
+        prompts = [encode(bench.loaded.tokenizer, sample, settings.longest, template, bos) for sample in samples]
+        work = len(samples) * len(settings.question) * len(bench.entries)
+        with bench.progress.phase(f"{settings.set} {name}", work) as advance:
+            for when in settings.question:
+                for i, (sample, (context, question)) in enumerate(zip(samples, prompts, strict=True)):
+                    _ask(bench, settings, name, when, i, sample, context, question, answers)
+                    advance(len(bench.entries))
+        done = bench.alive("tasks", **place(settings, name))
+        rows = [
+            row
+            for entry in done
+            for when in settings.question
+            for row in _rows(bench, entry, settings, name, when, template, answers)
+        ]
+        yield Finding(
+            rows,
+            [
+                _record(bench, done, settings, name, when, i, sample, prompts[i], answers)
+                for when in settings.question
+                for i, sample in enumerate(samples)
+            ],
+        )
+
+
+def place(settings: Tasks, name: str) -> dict[str, Any]:
+    """What tells a task's rows from another's."""
+    return {"context": settings.longest, "protocol": f"{settings.set}/{name}"}
+
+
+def _ask(
+    bench: Bench,
+    settings: Tasks,
+    name: str,
+    when: str,
+    i: int,
+    sample: Sample,
+    context: list[int],
+    question: list[int],
+    answers: Answers,
+) -> None:
+    model, device = bench.loaded.model, bench.loaded.device
+    ids = torch.tensor([context + question if when == "before" else context], device=device)
+    fed = torch.tensor([question], device=device) if when == "after" and question else None
+    step, ends = 0 if fed is None else fed.shape[1], end_tokens(bench.loaded)
+
+    def answer(entry: Entry, cache: AnyCache) -> None:
+        engaged = cache.has_compressed
+        said = generate(model, fed, cache, sample.answer_tokens, ends)[0].tolist()
+        text = spoken(bench.loaded.tokenizer, said, ends)
+        score = SCORES[settings.set](name, text, sample.references, sample.classes)
+        answers[entry.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
+
+    each_cache(bench, ids, answer, step + sample.answer_tokens, max(1, step), "tasks", **place(settings, name))
+
+
+def _rows(
+    bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, template: Template, answers: Answers
+) -> Iterator[Row]:
+    mine, full = answers[entry.label, when], answers.get((bench.baseline.label, when), {})
+    base = replace(
+        entry.row,
+        measure="tasks",
+        question=when,
+        batch=1,
+        n=len(mine),
+        dataset=settings.set,
+        **place(settings, name),
+        note=template.sha256 and f"chat template {template.sha256[:12]}",
+    )
+    if template.sha256 is not None:
+        base = replace(base, bos=None)  # the template brings its own
+    scores, paired = [answer.score for answer in mine.values()], len(full) == len(mine)
+    if paired and not any(answer.score for answer in full.values()):
+        base = replace(base, note="; ".join(filter(None, (BLIND, base.note))))
+    yield replace(base, metric="score", unit="share", **mean_over(scores, bench.seed))
+    if paired and not entry.is_baseline:
+        theirs = [full[i].score for i in mine]
+        yield above_full(replace(base, metric="score_minus_full"), scores, theirs, bench.seed)
+    yield from engagement(base, mine.values())
+
+
+def _record(
+    bench: Bench,
+    entries: list[Entry],
+    settings: Tasks,
+    name: str,
+    when: str,
+    i: int,
+    sample: Sample,
+    prompt: tuple[list[int], list[int]],
+    answers: Answers,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "measure": "tasks",
+        "set": settings.set,
+        "task": name,
+        "sample": i,
+        "question": when,
+        "tokens": len(prompt[0]),
+        "sha256": token_hash(prompt[0] + prompt[1]),
+        "references": sample.references,
+        "methods": [
+            {
+                "method": entry.row.method,
+                "store": entry.row.store,
+                "knobs": entry.knobs,
+                "answer": answers[entry.label, when][i].text,
+                "score": answers[entry.label, when][i].score,
+            }
+            for entry in entries
+        ],
+    }
+    if bench.save_tokens:
+        found["ids"], found["question_ids"] = prompt
+    return found

@@ -1,0 +1,1 @@
+"""Checkpoints: where they lie, what their configs say, loading and converting them."""

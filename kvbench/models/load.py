@@ -1,0 +1,232 @@
+"""Load a model from a hub id, a folder, a GGUF file, what `kvbench.fetch` brought, or random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import UserError
+from kvbench.models.checkpoint import ModelSpec, checkpoint, local_path, model_spec, one_line_errors
+from kvbench.models.gguf import gguf_tokenizer, weights_fingerprint
+from kvbench.models.shape import (
+    ModelShape,
+    choose_mla_layout,
+    refuse_unsupported,
+    refuse_without_attention_interface,
+    shape_of,
+    with_kv_heads,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadedModel", "ModelSpec", "describe", "end_tokens", "load_model", "load_tokenizer", "model_spec"]
+
+
+RANDOM_WEIGHTS = "random weights, for speed and memory only"
+
+
+@dataclass(frozen=True)
+class LoadedModel(ModelShape):
+    """A model in eval mode without gradients, and what identifies it.
+
+    `tokenizer` is None for random weights.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str
+    source: str
+    dtype: torch.dtype
+    device: torch.device
+    note: str | None
+
+    @property
+    def remark(self) -> str | None:
+        """What every row of this model must say; None where there is nothing unusual."""
+        weights = RANDOM_WEIGHTS if self.source == "random" else None
+        return "; ".join(filter(None, (weights, self.note, super().remark))) or None
+
+
+def end_tokens(loaded: LoadedModel) -> list[int]:
+    """Ids that end a text, as the model's generation config or the tokenizer names them; none for some."""
+    found = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
+    named = [*(found if isinstance(found, list | tuple) else [found]), getattr(loaded.tokenizer, "eos_token_id", None)]
+    return sorted({int(token) for token in named if token is not None})
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """The model's tokenizer, or None for random weights. Cheap: call it before the weights are loaded."""
+    if spec.random:
+        return None
+    from transformers import AutoTokenizer
+
+    where, arguments = checkpoint(spec)
+    with one_line_errors(spec, "the tokenizer of "):
+        if spec.source == "gguf":
+            return gguf_tokenizer(local_path(spec))
+        return AutoTokenizer.from_pretrained(where, **arguments)
+
+
+def tokenizer_hash(tokenizer: Any) -> str | None:
+    """First 16 hex digits of the sha256 of all that turns text into ids; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def describe(spec: ModelSpec) -> ModelShape:
+    """The model's shape, with the KV heads asked for, from its config alone.
+
+    Raises UserError for every model that `load_model` would refuse.
+    """
+    config = load_config(spec)
+    refuse_unsupported(config, spec.name)
+    choose_mla_layout(config, spec.mla, spec.name)
+    if not has_own_code(spec, config):
+        refuse_without_attention_interface(causal_class(config, spec), spec.name)
+    return with_kv_heads(shape_of(config), spec.kv_heads, config, spec.name)
+
+
+def load_model(spec: ModelSpec) -> LoadedModel:
+    """Load tokenizer and weights.
+
+    Raises UserError, one line, for whatever is missing, damaged or unsupported.
+    """
+    import torch
+
+    from kvbench.models.kv_head_conversion import convert_kv_heads
+
+    device = pick_device(spec.device)
+    dtype = pick_dtype(spec.dtype, device)
+    tokenizer = load_tokenizer(spec)
+    shape = describe(spec)
+    model = random_model(spec, dtype, device) if spec.random else pretrained_model(spec, dtype, device)
+    model.eval().requires_grad_(False)
+    choose_mla_layout(model.config, spec.mla, spec.name)
+    if has_own_code(spec, model.config):  # its class is known only now
+        refuse_without_attention_interface(type(model), spec.name)
+    convert_kv_heads(model, shape)
+    return LoadedModel(
+        **asdict(shape),
+        model=model,
+        tokenizer=tokenizer,
+        name=spec.name,
+        revision=revision_of(spec),
+        source=spec.source,
+        dtype=model.dtype,
+        device=torch.device(model.device),
+        note=spec.note,
+    )
+
+
+def load_config(spec: ModelSpec) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if spec.random:
+        settings = {key: value for key, value in spec.random.items() if key not in ("seed", "model_type")}
+        kind = spec.random.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise UserError(
+                f"model.random.model_type={kind} is not known to transformers: write llama, qwen3, gemma2 ..."
+            )
+        with one_line_errors(spec, "the random config of "):
+            return AutoConfig.for_model(kind, **settings)
+    where, arguments = checkpoint(spec)
+    with one_line_errors(spec):
+        return AutoConfig.from_pretrained(where, **arguments)
+
+
+def has_own_code(spec: ModelSpec, config: Any) -> bool:
+    return spec.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+
+
+def causal_class(config: Any, spec: ModelSpec) -> type:
+    """The class that AutoModelForCausalLM would build. Raises UserError if it has none for this config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{spec.name} ({config.model_type}) is no causal language model: kvbench measures those only")
+    found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found
+
+
+def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of `spec.random`, its weights drawn from its `seed` (0).
+
+    The caller's random state is kept.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(spec)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(int(spec.random.get("seed", 0)))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def pretrained_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    where, arguments = checkpoint(spec)
+    logging.disable_progress_bar()  # a bar for seconds; an error after it would not stand alone
+    with one_line_errors(spec):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, output_loading_info=True, **arguments, **spec.load_kwargs
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(f"{spec.name} lacks {len(missing)} weights that its config calls for, as {missing[0]}")
+    if "device_map" not in spec.load_kwargs and model.device != device:
+        model.to(device)
+    return model
+
+
+def revision_of(spec: ModelSpec) -> str:
+    """The hub commit, else a hash: of the local files (`weights_fingerprint`), or of the random config.
+
+    The commit is where the hub's cache keeps the config that was just loaded:
+    .../snapshots/COMMIT/config.json.
+    """
+    if spec.random:
+        return hashlib.sha256(json.dumps(spec.random, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    if spec.id is None:
+        return weights_fingerprint(local_path(spec))
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(spec.id, "config.json", revision=spec.revision)
+    return Path(cached).parent.name if isinstance(cached, str) else spec.revision or "unknown"
+
+
+def pick_device(wanted: str) -> torch.device:
+    import torch
+
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise UserError(f"model.device={wanted} is not known: write auto, cpu, cuda or cuda:1") from error
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"model.device={wanted}: torch sees {torch.cuda.device_count()} CUDA devices; write auto or cpu"
+        )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    import torch
+
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype

@@ -1,0 +1,1 @@
+"""Rows, run folders, claims and statuses: everything that lies on disk. Imports no torch."""

@@ -1,0 +1,142 @@
+"""The row: one measured number and every knob that made it, and rows as a table.
+
+The columns are the fields of `Row` and are listed nowhere else.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number and everything that made it. None means: this knob plays no part here."""
+
+    run: str | None = None  # name of the run folder; filled in by RunFolder.add
+    model: str | None = None
+    revision: str | None = None
+    arch: str | None = None  # mha | gqa | mqa | mla | hybrid
+    kv_heads: int | None = None
+    converted: bool | None = None
+    method: str | None = None
+    store: str | None = None
+    bits: int | None = None
+    k_bits: int | None = None
+    v_bits: int | None = None
+    group: int | None = None
+    residual: int | None = None
+    budget: float | None = None  # as given: tokens (>= 1) or a share of the prompt (between 0 and 1)
+    sinks: int | None = None
+    window: int | None = None
+    variant: str | None = None
+    knobs: str | None = None  # JSON object: the knobs that have no column
+    measure: str | None = None
+    metric: str | None = None
+    value: float | None = None
+    unit: str | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    protocol: str | None = None
+    question: str | None = None  # after | before
+    dataset: str | None = None
+    context: int | None = None
+    depth: float | None = None
+    batch: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    kernel: str | None = None
+    threads: int | None = None
+    seed: int | None = None
+    status: str = "ok"  # ok | oom | failed | interrupted | skipped
+    note: str | None = None
+    position: int | None = None  # of a bucket of scored tokens: where its first one stands in its window
+    stride: int | None = None  # tokens from the start of one window to the start of the next
+    bos: str | None = None  # none | first (a window begins with it)
+    tokenizer: str | None = None  # first 16 hex digits of the sha256 of the tokenizer's file
+
+    def __post_init__(self) -> None:
+        if self.status not in ROW_STATUSES:
+            raise ValueError(f"status {self.status!r} is not one of {', '.join(ROW_STATUSES)}")
+
+
+GRAPH = ", graph"
+"""What `kernel` ends in where a step was the replay of a captured CUDA graph."""
+
+COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Row))
+# What tells one compared method from another; the rest of a row says what was measured, and where.
+KNOBS = (
+    "method",
+    "store",
+    "bits",
+    "k_bits",
+    "v_bits",
+    "group",
+    "residual",
+    "budget",
+    "sinks",
+    "window",
+    "variant",
+    "knobs",
+)
+
+
+def _kind(hint: Any) -> type:
+    """`int` from `int | None`."""
+    members = typing.get_args(hint) or (hint,)
+    return next(member for member in members if member is not types.NoneType)  # type: ignore[no-any-return]
+
+
+KINDS: dict[str, type] = {name: _kind(hint) for name, hint in typing.get_type_hints(Row).items()}
+ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_PANDAS = {
+    pa.string(): pd.StringDtype(),
+    pa.int64(): pd.Int64Dtype(),
+    pa.float64(): pd.Float64Dtype(),
+    pa.bool_(): pd.BooleanDtype(),
+}
+SCHEMA = pa.schema([pa.field(name, ARROW[KINDS[name]]) for name in COLUMNS])
+
+
+def table_of(rows: Sequence[Row]) -> pa.Table:
+    """Rows as an Arrow table of `SCHEMA`. Raises TypeError for a value of another kind than its column."""
+    columns = []
+    for name in COLUMNS:
+        cells = [getattr(row, name) for row in rows]
+        if KINDS[name] is float:  # budgets are ints as often as not, values may be numpy or torch scalars
+            cells = [None if cell is None else float(cell) for cell in cells]
+        try:
+            columns.append(pa.array(cells, ARROW[KINDS[name]]))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise TypeError(f"column {name!r} holds {KINDS[name].__name__}: {error}") from error
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows in memory as the DataFrame that `load` would give after writing them."""
+    return frame_of_table(table_of(list(rows)))
+
+
+def frame_of_table(table: pa.Table) -> pd.DataFrame:
+    """An Arrow table in nullable dtypes."""
+    # Folders written by other versions may lack a column or have one more.
+    columns = [
+        table[name].cast(SCHEMA.field(name).type)
+        if name in table.column_names
+        else pa.nulls(table.num_rows, SCHEMA.field(name).type)
+        for name in COLUMNS
+    ]
+    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(
+        types_mapper=_PANDAS.get,
+        use_threads=False,  # tables of some rows; and in a memory limit no thread can start
+    )
+    return frame

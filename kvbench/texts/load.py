@@ -1,0 +1,218 @@
+"""Texts to measure on: fetched essays, a data set of the hub, a local file or folder, or random tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import UserError
+from kvbench.hub import hub_or_cache
+from kvbench.offline import fetched_folder
+
+if TYPE_CHECKING:
+    import torch
+
+BOS_RULES = ("auto", "none", "first")
+DATASET_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The `data` node of a config. A given `id` or `path` takes the place of the node's `fetched`."""
+
+    name: str
+    id: str | None = None  # a data set on the hub
+    path: str | None = None  # a text file, a .parquet/.json/.jsonl/.csv, or a folder in the hub's layout
+    fetched: str | None = None  # a name that kvbench.fetch knows; its .txt files are joined in sorted order
+    config: str | None = None  # of the data set
+    split: str | None = None  # default: test, or the only one there is
+    column: str = "text"
+    joiner: str = "\n\n"  # between rows and between files
+    limit: int | None = None  # stop reading documents once this many characters are there
+    random_tokens: int | None = None  # no text at all: this many tokens drawn from `seed`
+    seed: int = 0
+    bos: str = "auto"  # see `bos_token`
+
+
+@dataclass(frozen=True)
+class Text:
+    """One long text.
+
+    `fingerprint` is its sha256. Random tokens have no text: `random_tokens` of them from `seed`.
+    """
+
+    name: str
+    text: str
+    fingerprint: str
+    random_tokens: int = 0
+    seed: int = 0
+
+
+def load_text(node: Mapping[str, Any]) -> Text:
+    """Read the text that the `data` node names.
+
+    Raises UserError: a fetch not done, a file that cannot be read, a data set that cannot be reached, a
+    column, split or config it does not have, no text in it.
+    """
+    spec = data_spec(node)
+    if spec.random_tokens is not None:
+        digest = hashlib.sha256(f"random {spec.random_tokens} {spec.seed}".encode()).hexdigest()
+        return Text(spec.name, "", digest, spec.random_tokens, spec.seed)
+    if spec.path is not None:
+        text = read_path(spec)
+    else:
+        text = read_hub(spec, spec.id) if spec.id is not None else read_fetched(spec)
+    if not text.strip():
+        raise UserError(f"data={spec.name} holds no text")
+    return Text(spec.name, text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def data_spec(node: Mapping[str, Any]) -> DataSpec:
+    given = {str(key): value for key, value in node.items() if value is not None}
+    allowed = [f.name for f in fields(DataSpec)]
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        raise UserError(f"unknown data key {', '.join(unknown)}: choose from {', '.join(allowed)}")
+    for key in ("limit", "random_tokens"):
+        value = given.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"data.{key}={value!r} must be a whole number of at least 1")
+    if given.get("bos", "auto") not in BOS_RULES:
+        raise UserError(f"data.bos={given['bos']} is unknown: choose from {', '.join(BOS_RULES)}")
+    if "id" in given and "path" in given:
+        raise UserError(f"data.id={given['id']} and data.path={given['path']} are both given: give one of them")
+    sources = ("path", "id", "fetched", "random_tokens")
+    if not any(key in given for key in sources):
+        raise UserError("no text is named: write data=essays, data=wikitext2, data=pg19 or data.path=FILE_OR_FOLDER")
+    for key in ("name", "id", "path", "fetched", "config", "split", "column", "joiner"):
+        if key in given:
+            given[key] = str(given[key])
+    source = next(key for key in sources if key in given)
+    if source in ("path", "id") and given.pop("random_tokens", None) is not None:
+        given.pop("name", None)  # data=random data.path=FILE: the file, under its own name
+    name = Path(given["path"]).name if source == "path" else given.get(source)
+    return DataSpec(**{"name": "random" if source == "random_tokens" else name, **given})
+
+
+def tokenize(text: Text, tokenizer: Any = None, vocab_size: int | None = None) -> torch.Tensor:
+    """The whole text as one LongTensor [T], without special tokens. The last few results are kept in memory.
+
+    Random tokens need `vocab_size` and no tokenizer. Raises UserError if a real text meets no tokenizer.
+    """
+    return token_ids(text, tokenizer, vocab_size if text.random_tokens else None)
+
+
+def bos_token(rule: str, tokenizer: Any = None) -> int | None:
+    """The token that every window and prompt begins with; None for none.
+
+    rule: first, none, or auto: as the model's own tokenizer begins a text, so Gemma and Llama 3 with BOS (without it
+    Gemma's perplexity is ruined), Qwen and SmolLM2 without. Raises UserError for first without such a token.
+    """
+    bos: int | None = getattr(tokenizer, "bos_token_id", None)
+    if rule == "first" and bos is None:
+        raise UserError("data.bos=first, and this model's tokenizer has no BOS token; type data.bos=none")
+    if rule == "auto" and bos is not None:
+        rule = "first" if tokenizer("a").input_ids[:1] == [bos] else "none"
+    return bos if rule == "first" else None
+
+
+@lru_cache(maxsize=4)
+def token_ids(text: Text, tokenizer: Any, vocab_size: int | None) -> torch.Tensor:
+    import torch
+
+    if text.random_tokens:
+        if vocab_size is None:
+            raise ValueError("random tokens need the model's vocab_size")
+        generator = torch.Generator().manual_seed(text.seed)
+        return torch.randint(vocab_size, (text.random_tokens,), generator=generator)
+    if tokenizer is None:
+        raise UserError(f"data={text.name} needs a tokenizer and this model has none: write data=random")
+    # verbose=False: a text longer than the model is what we want, so no warning about its length.
+    encoded = tokenizer(text.text, add_special_tokens=False, verbose=False)
+    return torch.tensor(encoded["input_ids"], dtype=torch.long)
+
+
+def read_fetched(spec: DataSpec) -> str:
+    files = sorted(fetched_folder("text", str(spec.fetched)).glob("*.txt"))
+    return take((file.read_text(encoding="utf-8") for file in files), spec)
+
+
+def read_path(spec: DataSpec) -> str:
+    path = Path(str(spec.path)).expanduser()
+    if not path.exists():
+        raise UserError(f"data.path={spec.path} does not exist: give a text file or a data set folder")
+    if path.is_dir():
+        return read_dataset(spec, str(path))
+    if path.suffix in DATASET_FORMATS:
+        return read_dataset(spec, DATASET_FORMATS[path.suffix], data_files=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.path={spec.path} is not UTF-8 text (byte {error.start}): give a text file") from error
+    except OSError as error:
+        raise UserError(f"cannot read data.path={spec.path}: {error.strerror}") from error
+    return text if spec.limit is None else text[: spec.limit]
+
+
+def read_hub(spec: DataSpec, repository: str) -> str:
+    if not hub_or_cache():
+        raise UserError(
+            f"cannot load data.id={repository}: the hub cannot be reached; use data=essays or data.path=FILE "
+            "(or set HF_HUB_OFFLINE=1 if the data set was downloaded before)"
+        )
+    return read_dataset(spec, repository)
+
+
+def read_dataset(spec: DataSpec, where: str, **arguments: Any) -> str:
+    """Join the rows of one split.
+
+    Local files and limited reads are streamed: no copy of them is made. Other data sets of the hub are kept
+    in its cache, where an offline machine finds them again.
+    """
+    with one_line_errors(f"data.path={spec.path}" if spec.path is not None else f"data.id={spec.id}"):
+        from datasets import load_dataset
+
+        streaming = spec.path is not None or spec.limit is not None
+        splits = load_dataset(where, name=spec.config, streaming=streaming, **arguments)
+        rows = splits[pick_split(spec, list(splits))]
+        columns = rows.column_names
+        if columns is not None and spec.column not in columns:
+            raise UserError(f"data.column={spec.column} is not in data={spec.name}: choose from {', '.join(columns)}")
+        return take((str(row[spec.column]) for row in rows), spec)
+
+
+def pick_split(spec: DataSpec, splits: list[str]) -> str:
+    if spec.split in splits:
+        return str(spec.split)
+    if spec.split is None and ("test" in splits or len(splits) == 1):
+        return "test" if "test" in splits else splits[0]
+    wanted = "data.split is not given" if spec.split is None else f"data.split={spec.split} is not there"
+    raise UserError(f"{wanted} for data={spec.name}: choose from {', '.join(splits)}")
+
+
+def take(documents: Iterable[str], spec: DataSpec) -> str:
+    """Join whole documents until `limit` characters are there."""
+    taken: list[str] = []
+    characters = 0
+    for document in documents:
+        taken.append(document)
+        characters += len(document)
+        if spec.limit is not None and characters >= spec.limit:
+            break
+    return spec.joiner.join(taken)
+
+
+@contextmanager
+def one_line_errors(given: str) -> Iterator[None]:
+    """Turn what `datasets` and the hub raise on a data set they cannot read into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(f"cannot load {given}: {' '.join(str(error).split())[:300]}") from error

@@ -1,0 +1,195 @@
+"""From a task to token ids: a prompt of an exact length, with everything that was hidden in it still whole."""
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.measures.settings import Needle
+from kvbench.texts.needle_tasks import NOISE, TASKS, Draft, Task, Words
+
+VOCABULARY_TOKENS = 100_000
+"""Tokens of the text whose words are used where a task wants words."""
+
+MARK = "<<<here>>>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids: context tokens, exactly `length` of them. question: the tokens that follow. references: what must come
+    back in an answer of `answer_tokens`. depth: None where several things are hidden at places of their own.
+    """
+
+    task: Task
+    length: int
+    depth: float | None
+    sample: int
+    ids: list[int]
+    question: list[int]
+    draft: Draft
+    answer_tokens: int
+
+
+@dataclass(frozen=True)
+class Template:
+    """What the tokenizer's chat template puts before and after a user's message; nothing for a base model."""
+
+    before: str = ""
+    after: str = ""
+    sha256: str | None = None
+
+
+def template_of(tokenizer: Any, kind: str) -> Template:
+    """The `chat` template of the tokenizer, or none at all for `base`. Raises UserError where it has none."""
+    if kind == "base":
+        return Template()
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("needle.template=chat: this tokenizer has no chat template; type needle.template=base")
+    message = [{"role": "user", "content": MARK}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, mark, after = text.partition(MARK)
+    if not mark:
+        raise UserError(
+            "needle.template=chat: this chat template does not pass the message on as it is; type needle.template=base"
+        )
+    return Template(before, after, hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest())
+
+
+def check_prompts(
+    tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, max_positions: int | None, bos: int | None = None
+) -> dict[int, list[Prompt]]:
+    """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions."""
+    made = {}
+    for length in settings.lengths:
+        made[length] = prompts = make_prompts(tokenizer, tokens, seed, settings, length, bos)
+        needed = length + max(len(prompt.question) + prompt.answer_tokens for prompt in prompts)
+        if max_positions is not None and needed > max_positions:
+            raise UserError(
+                f"needle.lengths={length} needs {needed} positions with question and answer, and the model has "
+                f"{max_positions}; type needle.lengths={length - needed + max_positions} or less"
+            )
+    return made
+
+
+def make_prompts(
+    tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int, bos: int | None = None
+) -> list[Prompt]:
+    """All prompts of a length, task by task and depth by depth. bos: what they begin with; a chat template brings its
+    own."""
+    maker = Maker(tokenizer, tokens, seed, settings, length, bos)
+    tasks = [TASKS[name] for name in settings.tasks]
+    return [maker.prompt(task, depth, sample) for task in tasks for depth, sample in places(task, settings)]
+
+
+def places(task: Task, settings: Needle) -> Iterator[tuple[float | None, int]]:
+    """Depth and number of each prompt; a task without depths has as many prompts in all."""
+    for i, depth in enumerate(settings.depths):
+        for sample in range(settings.samples):
+            yield (depth, sample) if task.grid else (None, i * settings.samples + sample)
+
+
+class Maker:
+    """Makes the prompts of one length, the same for every method, from a seed.
+
+    Raises UserError where the text or the length is too short, or where what is hidden does not survive the tokenizer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int, bos: int | None = None
+    ) -> None:
+        self.tokenizer, self.tokens, self.seed, self.length = tokenizer, tokens, seed, length
+        self.begin = [bos] if bos is not None and settings.template == "base" else []
+        self.template = template_of(tokenizer, settings.template)
+        wanted = None if settings.values == "task" else settings.values
+        self.words = Words(self._vocabulary() if "cwe" in settings.tasks else (), length, wanted)
+
+    def prompt(self, task: Task, depth: float | None, sample: int) -> Prompt:
+        place = f"{self.seed}/{self.length}/{depth}/{sample}"
+        draw = random.Random(place if task.name == "single_number" else f"{place}/{task.name}/{self.words.values}")
+        draft = task.draft(draw, self.words)
+        head = self.begin + self.encode(self.template.before + draft.opening)
+        room = self.length - len(head)
+        if callable(draft.haystack):
+            body = self._of_items(draft, draft.haystack, room)
+        else:
+            body = self._of_stretch(draft, draw, room, depth)
+        ids = head + body
+        self._check_whole(draft, ids)
+        question = self.encode(draft.question + self.template.after + draft.lead)
+        # As many as RULER, and never fewer than all references take.
+        answer = max(task.answer_tokens, len(self.encode(", ".join(draft.references))))
+        return Prompt(task, self.length, depth, sample, ids, question, draft, answer)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _of_stretch(self, draft: Draft, draw: random.Random, room: int, depth: float | None) -> list[int]:
+        """A stretch of text, or repeated noise, cut open for the needles: at the depth, or anywhere in order."""
+        pins = [self.encode(needle) for needle in draft.needles]
+        room -= sum(map(len, pins))
+        if room < 1:
+            raise UserError(
+                f"needle.lengths={self.length} has no room for the needle; type {2 * (self.length - room)} or more"
+            )
+        if draft.haystack == "noise":
+            unit = self.encode(NOISE)
+            hay = (unit * (room // len(unit) + 1))[:room]
+        else:
+            hay = self._text(draw, room)
+        cuts = sorted(round(depth * room) if depth is not None else draw.randrange(room + 1) for _ in pins)
+        pieces: list[int] = []
+        for pin, start, stop in zip(pins, [0, *cuts], cuts, strict=False):
+            pieces += hay[start:stop] + pin
+        return pieces + hay[cuts[-1] :]
+
+    def _text(self, draw: random.Random, room: int) -> list[int]:
+        if room > len(self.tokens):
+            raise UserError(
+                f"needle.lengths={self.length} needs {room} tokens of text and there are {len(self.tokens)}; type less"
+            )
+        start = draw.randrange(0, len(self.tokens) - room + 1)
+        found: list[int] = self.tokens[start : start + room].tolist()
+        return found
+
+    def _of_items(self, draft: Draft, items: Callable[[int], str], room: int) -> list[int]:
+        """As many items as fit; what is left open, less than one of them, is filled with noise in front."""
+        body = self.encode(items(0))
+        if len(body) > room:
+            raise UserError(
+                f"needle.lengths={self.length} has no room for the shortest list of this task; type "
+                f"needle.lengths={self.length - room + 2 * len(body)} or more"
+            )
+        count, step = 0, 1
+        while step:  # doubled as long as it fits, then halved
+            longer = self.encode(items(count + step))
+            if len(body) < len(longer) <= room:
+                count, body, step = count + step, longer, 2 * step
+            else:
+                step //= 2
+        unit, missing = self.encode(NOISE), room - len(body)
+        return (unit * (missing // len(unit) + 1))[:missing] + body
+
+    def _check_whole(self, draft: Draft, ids: list[int]) -> None:
+        text = self.tokenizer.decode(ids)
+        hidden = [needle.strip() for needle in draft.needles] or draft.references
+        broken = [needle for needle in hidden if needle not in text]
+        if broken or len(ids) != self.length:
+            came = self.tokenizer.decode(self.encode(broken[0])) if broken else text[:40]
+            raise UserError(
+                f"this tokenizer breaks the needle ('{' '.join(came.split())}' came back); "
+                f"leave needle out: measure='[perplexity,memory,latency]'"
+            )
+
+    def _vocabulary(self) -> list[str]:
+        """Lower-case words of the text, each once, in alphabetical order."""
+        text = self.tokenizer.decode(self.tokens[:VOCABULARY_TOKENS].tolist())
+        words = sorted(set(re.findall(r"\b[a-z]{4,10}\b", text)))
+        if len(words) < 40:
+            raise UserError(f"needle.tasks=[cwe] needs 40 different words and the text has {len(words)}; leave cwe out")
+        return words

@@ -1,0 +1,179 @@
+"""Published tasks as samples: from the hub through `datasets`, or from files of a folder in the same columns.
+
+A sample has a `context`, a `question` that may come after the context was compressed, an `answer_prefix`, the
+references (`answers` or `answer`), `max_new_tokens`, and for classifications `all_classes`. LongBench and RULER are
+both on the hub in these columns.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UserError
+from kvbench.hub import hub_or_cache
+from kvbench.measures.settings import Tasks
+from kvbench.texts.answer_metrics import ANSWER_TOKENS, LONGBENCH, longbench, ruler
+from kvbench.texts.load import one_line_errors
+from kvbench.texts.prompts import Template, template_of
+
+RULER = (
+    "cwe",
+    "fwe",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multiquery",
+    "niah_multivalue",
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "qa_1",
+    "qa_2",
+    "vt",
+)
+HUB = {"longbench": "Xnhyacinth/LongBench", "ruler": "simonjegou/ruler"}
+NAMES = {"longbench": tuple(LONGBENCH), "ruler": RULER}
+SCORES = {"longbench": longbench, "ruler": ruler}
+NO_LIMIT = 2**62
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question. classes: what a classification can answer."""
+
+    context: str
+    question: str
+    answer_prefix: str
+    references: list[str]
+    answer_tokens: int
+    classes: list[str]
+
+
+def check_tasks(
+    settings: Tasks, max_positions: int | None, tokenizer: Any, bos: int | None = None
+) -> dict[str, list[Sample]]:
+    """The samples of every task. Raises UserError for names that the set does not have, files that are not there or
+    hold something else, prompts and answers beyond the model, and prompts of RULER that would be cut: what is asked for
+    could lie in the middle."""
+    for name in settings.names:
+        if name not in NAMES[settings.set]:
+            known = ", ".join(NAMES[settings.set])
+            raise UserError(f"tasks.names={name} is not in {settings.set}; choose from {known}")
+        if settings.path is not None:
+            local_file(settings, name)
+    if settings.path is None and not hub_or_cache():
+        raise UserError(
+            f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
+            f"tasks.path=FOLDER with NAME.jsonl or NAME.parquet files (HF_HUB_OFFLINE=1 if it was loaded before)"
+        )
+    found = {name: load_samples(settings, name) for name in settings.names}
+    answer = max(sample.answer_tokens for samples in found.values() for sample in samples)
+    if max_positions is not None and settings.longest + answer > max_positions:
+        raise UserError(
+            f"tasks.longest={settings.longest} and answers of {answer} tokens do not fit the model's {max_positions} "
+            f"positions; type tasks.longest={max(1, max_positions - answer)} or less"
+        )
+    if settings.set == "ruler":
+        template = template_of(tokenizer, settings.template)
+        needed = max(
+            sum(map(len, encode(tokenizer, sample, NO_LIMIT, template, bos)))
+            for samples in found.values()
+            for sample in samples
+        )
+        if needed > settings.longest:
+            raise UserError(
+                f"tasks.longest={settings.longest} would cut prompts of {needed} tokens, and what they "
+                f"hide with them; type tasks.longest={needed}"
+            )
+    return found
+
+
+def load_samples(settings: Tasks, name: str) -> list[Sample]:
+    """The first `tasks.samples` samples of a task. Raises UserError where they cannot be had."""
+    if settings.path is not None and not local_file(settings, name).read_bytes().strip():
+        raise UserError(f"{local_file(settings, name)} holds no samples")
+    with one_line_errors(f"{name} of {settings.set}"):
+        rows = list(_rows(settings, name))
+    if not rows:
+        raise UserError(f"{name} of {settings.set} holds no samples")
+    return [_sample(row, name, i, settings.set) for i, row in enumerate(rows)]
+
+
+def _rows(settings: Tasks, name: str) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    if settings.path is not None:
+        file = local_file(settings, name)
+        rows = load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", streaming=True)
+    elif settings.set == "ruler":
+        every = load_dataset(HUB["ruler"], str(settings.length), split="test")
+        rows = every.filter(lambda row: row["task"] == name)
+    else:
+        rows = load_dataset(HUB["longbench"], name, split="test")
+    for i, row in enumerate(rows):
+        if i == settings.samples:
+            return
+        yield row
+
+
+def local_file(settings: Tasks, name: str) -> Path:
+    """NAME.jsonl, .json or .parquet in `tasks.path`. Raises UserError where there is none."""
+    folder = Path(str(settings.path)).expanduser()
+    found = [folder / f"{name}{ending}" for ending in FORMATS if (folder / f"{name}{ending}").is_file()]
+    if not found:
+        raise UserError(
+            f"tasks.path={settings.path} has no {name}.jsonl, {name}.json or {name}.parquet; "
+            "give the folder that holds them"
+        )
+    return found[0]
+
+
+def files_fingerprint(settings: Tasks) -> str:
+    """sha256 of the local files; of a set on the hub its address, which the hub keeps under one name for good."""
+    if settings.path is None:
+        return HUB[settings.set]
+    files = [local_file(settings, name) for name in settings.names]
+    return hashlib.sha256("".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files).encode()).hexdigest()
+
+
+def _sample(row: dict[str, Any], name: str, i: int, of: str) -> Sample:
+    missing = [column for column in ("context", "question") if not isinstance(row.get(column), str)]
+    references = row.get("answers") or row.get("answer")
+    if missing or not references:
+        raise UserError(
+            f"sample {i} of {name} lacks {missing[0] if missing else 'answers'}; a sample has context, "
+            "question and answers"
+        )
+    if not row["context"].strip():
+        raise UserError(f"sample {i} of {name} has an empty context; leave it out")
+    listed = [references] if isinstance(references, str) else [str(reference) for reference in references]
+    tokens = row.get("max_new_tokens") or 64
+    if isinstance(tokens, bool) or tokens != tokens or not isinstance(tokens, int | float) or not 1 <= tokens < 2**20:
+        raise UserError(f"sample {i} of {name}: max_new_tokens={tokens} is not a whole number of at least 1")
+    if of == "longbench":
+        tokens = min(int(tokens), ANSWER_TOKENS[name]) if row.get("max_new_tokens") else ANSWER_TOKENS[name]
+    classes = [str(label) for label in row.get("all_classes") or []]
+    return Sample(row["context"], row["question"], row.get("answer_prefix") or "", listed, int(tokens), classes)
+
+
+def encode(
+    tokenizer: Any, sample: Sample, longest: int, template: Template, bos: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Context, behind BOS where there is one, and question in tokens, `longest` together at most.
+
+    What is longer loses its middle as LongBench cuts it: the first and the last half of it all are left, the question
+    being part of the last.
+    """
+    head, body, question = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for text in (template.before, sample.context, sample.question + template.after + sample.answer_prefix)
+    )
+    head = ([] if bos is None else [bos]) + head
+    room = max(2, longest - len(head) - len(question))
+    if len(body) > room:
+        first = min(max(1, longest // 2 - len(head)), room - 1)
+        body = body[:first] + body[len(body) - (room - first) :]
+    return head + body, question

@@ -1,0 +1,35 @@
+"""What the README says is run: its method, its example on a prompt, its command lines."""
+
+import re
+import shlex
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from kvbench.config import method_configs
+from tests.shared.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_the_example_on_a_prompt_of_your_own_runs(smollm2, capsys):
+    (source,) = [block for block in blocks("python") if "load_method" in block]
+    exec(compile(source, "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+
+
+def command_lines() -> list[str]:
+    lines = re.findall(r"^python -m kvbench (.*)$", README.replace("\\\n", " "), re.M)
+    return [line for line in lines if not line.startswith("--help")]
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_every_command_line_of_the_readme_composes(line):
+    words = [word for word in shlex.split(line, comments=True) if not word.startswith(("-", "hydra"))]
+    words = [re.sub(r"=([\w.]+),.*", r"=\1", word) if "[" not in word else word for word in words]
+    with initialize_config_module("kvbench.conf", version_base="1.3"):
+        assert method_configs(compose("config", words), words)[0].is_baseline

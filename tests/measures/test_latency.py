@@ -1,0 +1,469 @@
+"""Latency: how many steps are timed, in which turns, and what the rows are made of. No test looks at wall time."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from kvbench.cache import build, graph
+from kvbench.cache.build import Method
+from kvbench.cache.caches import PrefixCache
+from kvbench.cache.decode import generate
+from kvbench.cache.store import DenseStore
+from kvbench.measures import latency as measured
+from kvbench.measures import throughput as largest
+from kvbench.measures.context import Bench
+from kvbench.measures.latency import generation as generated
+from kvbench.measures.latency import machine
+from kvbench.measures.latency.decode_times import RECOMPUTE_STEPS, ROUND, batch_ids, is_steady, latency, read_bytes
+from kvbench.measures.latency.generation import FIXED
+from kvbench.measures.settings import Latency, one_by_one
+from kvbench.results.folder import Row
+from tests.shared.models import random_llama
+from tests.shared.text import Breaks, bench_of, light, methods, rows_of, value
+
+CONTEXT = 40
+MODEL = random_llama(4, 2, 16, dtype=torch.float32)
+TEXT = torch.randint(97, (500,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with light():
+        yield
+
+
+def settings(**changes: Any) -> Latency:
+    return dataclasses.replace(Latency(contexts=[CONTEXT], steps=20, warmup=3), **changes)
+
+
+def bench(named: dict[str, Method]) -> Bench:
+    return bench_of(MODEL, named, TEXT)
+
+
+def metrics(rows: list[Row], method: str) -> dict[str | None, Row]:
+    return {row.metric: row for row in rows if row.method == method}
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 3), (16, 0), (5, 1), (40, 8)])
+def test_number_of_timed_steps(steps: int, warmup: int) -> None:
+    rows = rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(steps=steps, warmup=warmup)))
+    for method in ("full", "h2o"):
+        found = metrics(rows, method)
+        assert {found[f"tpot_p{p}_ms"].n for p in (50, 90, 99)} == {steps}
+        assert found["positions_processed"].value == CONTEXT + warmup + steps
+    timed = metrics(rows, "recompute")["tpot_p50_ms"].n
+    assert timed == min(steps, RECOMPUTE_STEPS)
+    # One step warms it up where there is a warm-up at all: every step costs a whole prefill.
+    last = CONTEXT + timed + (warmup > 0)
+    assert metrics(rows, "recompute")["positions_processed"].value == sum(range(CONTEXT, last + 1))
+
+
+def test_methods_take_turns_of_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[object] = []
+    fed: dict[int, list[int]] = {}
+    step = graph.step
+
+    def spy(model: Any, ids: Any, cache: Any) -> Any:
+        caches.append(cache)
+        fed.setdefault(id(cache), []).append(int(ids))
+        return step(model, ids, cache)
+
+    monkeypatch.setattr(graph, "step", spy)
+    monkeypatch.setattr(measured, "_generations", lambda *_: [])
+    rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
+    order = [(id(cache), len(list(run))) for cache, run in itertools.groupby(caches, key=lambda cache: cache)]
+    full, h2o, recompute = dict.fromkeys(cache for cache, _ in order)
+    assert ROUND == 16
+    assert order == [
+        (full, 3),
+        (h2o, 3),
+        (recompute, 1),
+        (full, 16),
+        (h2o, 16),
+        (recompute, 16),
+        (full, 16),
+        (h2o, 16),
+        (full, 8),
+        (h2o, 8),
+    ]
+    assert fed[full] == fed[h2o] == TEXT[CONTEXT : CONTEXT + 43].tolist()
+    assert fed[recompute] == TEXT[CONTEXT : CONTEXT + 17].tolist()
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at the clock sees a second more than whoever looked before."""
+    seconds = itertools.count()
+    monkeypatch.setattr(measured, "clock", lambda device: float(next(seconds)))
+    monkeypatch.setattr(build, "clock", lambda device: float(next(seconds)))
+
+
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_what_the_times_are_made_of(warmup: int) -> None:
+    rows = rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(warmup=warmup)))
+    for method in ("full", "h2o", "recompute"):
+        found = {metric: row.value for metric, row in metrics(rows, method).items()}
+        # A step is timed from just before it to just after it, with nothing in between that looks at the clock.
+        assert [found[f"tpot_p{p}_ms"] for p in (50, 90, 99)] == [1000, 1000, 1000]
+        once = (found["prefill_ms"], found["observe_ms"], found["compress_ms"])
+        assert found["ttft_ms"] == pytest.approx(sum(v for v in once if v is not None) + 1000)
+        assert found["compress_ms"] == (0 if method == "recompute" else 1000)
+    # One prefill for all; its time is that without the observations, which are h2o's alone.
+    assert len({row.value for row in rows if row.metric == "prefill_ms"}) == 1
+    observe = {method: metrics(rows, method)["observe_ms"].value for method in ("full", "h2o", "recompute")}
+    assert observe["full"] == observe["recompute"] == 0
+    assert observe["h2o"] is not None and observe["h2o"] > 0
+    total = metrics(rows, "h2o")["prefill_ms"].value + observe["h2o"]  # type: ignore[operator]
+    assert total == pytest.approx(1000)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_slope_over_equal_times_is_flat() -> None:
+    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64])))
+    for method in ("full", "h2o"):
+        assert value(rows, method, "slope_ms_per_1k") == pytest.approx(0, abs=1e-6)
+
+
+def test_slope_is_a_line_through_the_medians() -> None:
+    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64])))
+    for method in ("full", "h2o"):
+        medians = [value(rows, method, "tpot_p50_ms", context=context) for context in (16, 32, 64)]
+        (row,) = (row for row in rows if row.method == method and row.metric == "slope_ms_per_1k")
+        assert row.value == pytest.approx(1000 * np.polyfit([16, 32, 64], medians, 1)[0])
+        assert (row.n, row.context, row.unit) == (3, None, "ms")
+        assert row.note == "contexts 16, 32, 64"
+
+
+def test_one_context_has_no_slope() -> None:
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert not [row for row in rows if row.metric == "slope_ms_per_1k"]
+
+
+def test_rows_say_what_was_timed() -> None:
+    rows = rows_of(latency(bench(methods("full", "h2o", "kivi", "recompute")), settings()))
+    assert {(row.measure, row.context, row.batch, row.protocol) for row in rows} == {
+        ("latency", CONTEXT, 1, "interleaved")
+    }
+    assert all(row.kernel for row in rows)
+    engaged = {method: value(rows, method, "engaged") for method in ("full", "h2o", "kivi", "recompute")}
+    assert engaged == {"full": 0, "h2o": 1, "kivi": 1, "recompute": 0}
+    assert value(rows, "h2o", "kept_tokens") == 12
+    assert value(rows, "full", "kept_tokens") == CONTEXT + 23
+    for method in ("full", "h2o"):
+        p50, p90, p99 = (value(rows, method, f"tpot_p{p}_ms") for p in (50, 90, 99))
+        assert 0 < p50 <= p90 <= p99
+
+
+def test_bytes_read_a_step_are_the_weights_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "read_bandwidth", lambda device: 2e9)
+    rows = rows_of(latency(bench(methods("full", "recompute")), settings()))
+    kept = CONTEXT + 23
+    cache = 2 * 2 * 2 * kept * 16 * 4 + 2 * kept * 4  # keys and values, then a position a token and layer
+    # A step reads all weights but the input embedding, of which it looks up a row a token: here it is not the head.
+    weights = sum(p.numel() * 4 for name, p in MODEL.named_parameters() if "embed_tokens" not in name)
+    assert read_bytes(MODEL) == weights
+    rate = value(rows, "full", "bytes_per_s")
+    assert rate == pytest.approx((weights + cache) / 1e-3 / value(rows, "full", "tpot_p50_ms"))
+    assert value(rows, "full", "bandwidth_share") == pytest.approx(rate / 2e9)
+    assert metrics(rows, "recompute").keys().isdisjoint({"bytes_per_s", "bandwidth_share"})
+
+
+def test_a_head_that_shares_its_weights_with_the_embedding_is_read() -> None:
+    config = copy.deepcopy(MODEL.config)
+    config.tie_word_embeddings = True
+    tied = LlamaForCausalLM(config)
+    assert read_bytes(tied) == sum(p.numel() * 4 for p in tied.parameters())
+
+
+def test_the_bandwidth_of_reading_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "READ_BYTES", 2**22)
+    machine._read_bandwidth.cache_clear()
+    seconds = itertools.count(step=0.5)
+    monkeypatch.setattr(machine, "clock", lambda device: next(seconds))
+    assert machine.read_bandwidth(torch.device("cpu")) == 2**23
+    assert machine.read_bandwidth(torch.device("cpu")) == 2**23
+    assert next(seconds) == 4.0  # four passes, two looks at the clock each
+    machine._read_bandwidth.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("times", "steady"),
+    [
+        ([10.0] * 20, True),
+        ([10.0] * 10 + [10.9] * 10, True),  # within ten percent
+        ([10.0] * 10 + [11.2] * 10, False),
+        ([13.0, 10.0] * 5 + [14.0, 11.5] * 5, True),  # the intervals overlap
+        ([11.5, 10.0] * 5 + [22.0, 20.0] * 5, False),
+        ([10.0, 20.0, 30.0], True),  # too few to tell
+    ],
+)
+def test_steady(times: list[float], steady: bool) -> None:
+    assert is_steady(times, 0) is steady
+    assert is_steady(times[::-1], 0) is steady
+
+
+def test_an_unsteady_run_is_flagged_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes slower with every step."""
+    now = itertools.accumulate(itertools.count(1), lambda time, i: time + i)
+    monkeypatch.setattr(measured, "clock", lambda device: float(next(now)))
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert value(rows, "full", "steady") == 0
+    noted = {row.metric for row in rows if row.note is not None and "unsteady" in row.note}
+    assert noted >= {"tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "bytes_per_s", "steady"}
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_steady_run_says_so_and_its_percentiles_have_intervals() -> None:
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert value(rows, "full", "steady") == 1
+    for percent in (50, 90, 99):
+        row = metrics(rows, "full")[f"tpot_p{percent}_ms"]
+        assert (row.low, row.value, row.high, row.note) == (1000, 1000, 1000, None)
+
+
+def test_load_and_clock_stand_beside_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.5, 0, 0))
+    clocks = {"min": 1500.0, "max": 3000.0, "limit": 3000.0}
+    monkeypatch.setattr(machine.provenance, "cpu_clock_mhz", lambda: clocks)
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    assert value(rows, "full", "load_average") == 3.5
+    assert value(rows, "full", "clock_mhz") == 1500
+    assert "throttled: a core at 1500 MHz" in (metrics(rows, "full")["tpot_p50_ms"].note or "")
+
+
+def test_a_throttled_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [
+        {"uuid": "GPU-aa", "clock_sm_mhz": "1980", "throttle_reasons": "0x0000000000000001"},
+        {"uuid": "GPU-bb", "clock_sm_mhz": "900", "throttle_reasons": "0x0000000000000004"},
+    ]
+    monkeypatch.setattr(machine.provenance, "gpus", lambda: gpus)
+    found = {}
+    for uuid in ("aa", "bb", "cc"):
+        properties = type("Properties", (), {"uuid": uuid})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        found[uuid] = machine.machine_now(torch.device("cuda", 0))
+    assert (found["aa"].clock_mhz, found["aa"].note) == (1980, "")  # bit 1: it has nothing to do
+    assert (found["bb"].clock_mhz, found["bb"].note) == (900, "throttled: nvidia-smi says 0x0000000000000004")
+    assert (found["cc"].clock_mhz, found["cc"].note) == (None, "")
+
+
+# batches
+
+
+def test_a_grid_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "read_bandwidth", lambda device: 1e9)
+    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[20, 40], batches=[1, 3])))
+    for method in ("full", "h2o"):
+        for context, batch in itertools.product((20, 40), (1, 3)):
+            assert value(rows, method, "positions_processed", context=context, batch=batch) == context + 23
+        slopes = [row for row in rows if row.metric == "slope_ms_per_1k" and row.method == method]
+        assert [row.batch for row in slopes] == [1, 3]
+        for row in slopes:
+            medians = [value(rows, method, "tpot_p50_ms", context=c, batch=row.batch) for c in (20, 40)]
+            assert row.value == pytest.approx(1000 * np.polyfit([20, 40], medians, 1)[0])
+    # Three caches hold, and a step reads, three times as much.
+    read = {
+        batch: value(rows, "full", "bytes_per_s", context=40, batch=batch)
+        / 1e3
+        * value(rows, "full", "tpot_p50_ms", context=40, batch=batch)
+        for batch in (1, 3)
+    }
+    assert read[3] - read[1] == pytest.approx(2 * 2 * 2 * 2 * 63 * 16 * 4)
+
+
+def test_rows_of_a_batch_are_different_texts() -> None:
+    ids = batch_ids(bench(methods("full")), 4, 40)
+    assert ids.shape == (4, 40)
+    assert [TEXT.tolist().index(row[0]) >= 0 for row in ids.tolist()] and len({tuple(row) for row in ids.tolist()}) == 4
+
+
+def test_what_is_measured_apart() -> None:
+    parts = one_by_one(settings(contexts=[20, 40], batches=[1, 4], throughput=True))
+    assert [(p.contexts, p.batches, p.throughput) for p in parts] == [  # type: ignore[union-attr]
+        ([20], [1], False),
+        ([20], [4], False),
+        ([20], [], True),
+        ([40], [1], False),
+        ([40], [4], False),
+        ([40], [], True),
+    ]
+
+
+# generation
+
+
+def two_seconds_a_step(
+    monkeypatch: pytest.MonkeyPatch, look: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """The clock of a generation moves with its steps alone; `look` sees ids and logits of each."""
+    now = [0.0]
+    decoder_for = generated.decoder_for
+
+    def made(*args: Any) -> Any:
+        decoder = decoder_for(*args)
+        feed = decoder.feed
+
+        def slow(ids: torch.Tensor) -> torch.Tensor:
+            now[0] += 2.0
+            return look(ids, feed(ids))
+
+        monkeypatch.setattr(decoder, "feed", slow)
+        return decoder
+
+    monkeypatch.setattr(generated, "decoder_for", made)
+    monkeypatch.setattr(generated, "clock", lambda device: now[0])
+
+
+def test_itl_is_the_time_between_tokens_of_a_greedy_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves with every step alone: two seconds each."""
+    fed: list[int] = []
+
+    def note(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        fed.extend(ids[0].tolist())
+        return logits
+
+    two_seconds_a_step(monkeypatch, note)
+    rows = rows_of(latency(bench(methods("full")), settings()))
+    row = metrics(rows, "full")["itl_p50_ms"]
+    assert (row.value, row.n, row.low, row.high) == (2000, FIXED, 2000, 2000)
+    expected = generate(MODEL, None, build.build_cache(MODEL, methods("full")["full"], TEXT[None, :CONTEXT]), FIXED)
+    assert fed == expected[0].tolist()
+    assert metrics(rows, "full").keys().isdisjoint({"natural_ms", "natural_itl_p50_ms", "natural_tokens"})
+
+
+@pytest.mark.parametrize(("end", "most", "tokens", "ended"), [(5, 40, 5, 1), (30, 40, 30, 1), (30, 20, 20, 0)])
+def test_the_natural_end(end: int, most: int, tokens: int, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = itertools.count(1)
+
+    def ending(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        logits[..., 96] = 1e9 if next(said) == end - 1 else -1e9  # the first token comes from the prompt
+        return logits
+
+    assert MODEL(TEXT[None, :CONTEXT]).logits[0, -1].argmax() != 96
+    monkeypatch.setattr(generated, "end_tokens", lambda bench: [96])
+    two_seconds_a_step(monkeypatch, ending)
+    rows = rows_of(latency(bench(methods("full")), settings(tokens_natural=most)))
+    found = metrics(rows, "full")
+    assert found["natural_tokens"].value == tokens
+    assert found["natural_ms"].value == 2000 * (tokens - 1)
+    assert (found["natural_itl_p50_ms"].value, found["natural_itl_p50_ms"].n) == (2000, tokens - 1)
+    assert f"{ended} of 1 ended by themselves" in (found["natural_tokens"].note or "")
+    assert found["itl_p50_ms"].n == FIXED
+
+
+# throughput
+
+
+def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = largest.prefill
+
+    def small_device(model: Any, ids: Any, *rest: Any) -> Any:
+        if ids.shape[0] > 5:
+            raise torch.OutOfMemoryError("too many")
+        return prefill(model, ids, *rest)
+
+    monkeypatch.setattr(largest, "prefill", small_device)
+    seconds = itertools.count(step=0.5)
+    monkeypatch.setattr(largest, "clock", lambda device: next(seconds))
+    here = bench(methods("full", "h2o", "recompute"))
+    rows = rows_of(latency(here, settings(batches=[], throughput=True)))
+    assert [(row.method, row.metric, row.batch, row.value) for row in rows] == [
+        ("full", "tokens_per_s", 4, 8.0),
+        ("h2o", "tokens_per_s", 4, 8.0),
+    ]
+    assert all("8 ran out of memory" in (row.note or "") and row.kernel for row in rows)
+    assert not here.failures
+
+
+def test_the_search_ends_where_the_host_would_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = 2 * 2 * 2 * 16 * 4 * CONTEXT  # of one prompt
+    memory = type("Memory", (), {"available": 3 * dense * 3})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    (row,) = rows_of(latency(bench(methods("full")), settings(batches=[], throughput=True)))
+    assert row.batch == 2 and "4 would not fit" in (row.note or "")
+
+
+def test_where_not_even_one_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "_has_room", lambda *_: False)
+    here = bench(methods("full"))
+    assert rows_of(latency(here, settings(batches=[], throughput=True))) == []
+    assert [(row.status, row.context) for _, row in here.failures] == [("oom", CONTEXT)]
+
+
+# failures
+
+
+@pytest.mark.parametrize("how", ["failed", "oom"])
+def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) -> None:
+    broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 4), DenseStore())}
+    here = bench(methods("full") | broken | methods("h2o"))
+    rows = rows_of(latency(here, settings(contexts=[20, CONTEXT, 60])))
+    for method in ("full", "h2o"):
+        for context in (20, CONTEXT, 60):
+            assert value(rows, method, "positions_processed", context=context) == context + 23
+        assert metrics(rows, method)["slope_ms_per_1k"].n == 3
+    # 20 + 23 tokens do not reach the position where it breaks; 60 begin beyond it.
+    assert {row.context for row in rows if row.method == "breaks" and row.metric != "slope_ms_per_1k"} == {20, 60}
+    assert metrics(rows, "breaks")["slope_ms_per_1k"].note == "contexts 20, 60"
+    ((label, row),) = here.failures
+    assert (label, row.measure, row.context, row.status) == ("breaks", "latency", CONTEXT, how)
+    assert row.note is not None and f"broken at position {CONTEXT + 4}" in row.note
+
+
+def test_a_method_that_breaks_while_its_cache_is_built() -> None:
+    broken = {"breaks": Method("breaks", Breaks(12, how="failed", at=CONTEXT - 1), DenseStore())}
+    here = bench(methods("full") | broken | methods("h2o"))
+    rows = rows_of(latency(here, settings()))
+    assert {row.method for row in rows} == {"full", "h2o"}
+    assert [label for label, _ in here.failures] == ["breaks"]
+
+
+def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = measured.prefill
+
+    def too_long(model: Any, ids: Any, *rules: Any) -> Any:
+        if ids.shape[1] >= CONTEXT:
+            raise torch.OutOfMemoryError("too long")
+        return prefill(model, ids, *rules)
+
+    monkeypatch.setattr(measured, "prefill", too_long)
+    here = bench(methods("full", "h2o"))
+    rows = rows_of(latency(here, settings(contexts=[20, CONTEXT])))
+    assert {(row.method, row.context) for row in rows} == {("full", 20), ("h2o", 20)}
+    assert [(label, row.status, row.context) for label, row in here.failures] == [
+        ("full", "oom", CONTEXT),
+        ("h2o", "oom", CONTEXT),
+    ]
+
+
+def test_recompute_carries_ids_and_nothing_else() -> None:
+    method = methods("recompute")["recompute"]
+    cache = build.build_cache(MODEL, method, TEXT[None, :4])
+    assert isinstance(cache, PrefixCache)
+    assert list(cache.buffers()) == []
+
+
+def test_without_memory_to_read_only_the_share_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(machine.torch, "ones", refuse)
+    machine._read_bandwidth.cache_clear()
+    assert machine.read_bandwidth(torch.device("cpu")) is None
+    machine._read_bandwidth.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(measured, "read_bandwidth", lambda device: None)
+    rows = rows_of(latency(bench(methods("full")), settings(contexts=[CONTEXT])))
+    assert {"bytes_per_s", "tpot_p50_ms"} <= {row.metric for row in rows}
+    assert "bandwidth_share" not in {row.metric for row in rows}

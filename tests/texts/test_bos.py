@@ -1,0 +1,61 @@
+"""The BOS rule: what windows and prompts begin with, told by the tokenizer or by data.bos, and said in the rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvbench.errors import UserError
+from kvbench.measures.perplexity.windows import perplexity
+from kvbench.measures.settings import Perplexity
+from kvbench.texts.load import bos_token, data_spec
+from tests.shared.models import random_llama
+from tests.shared.text import bench_of, light, methods, rows_of, value
+
+
+class Tokenizer:
+    """One that begins a text with BOS 7, or does not."""
+
+    def __init__(self, adds: bool, bos: int | None = 7) -> None:
+        self.adds, self.bos_token_id = adds, bos
+
+    def __call__(self, text: str) -> Any:
+        return SimpleNamespace(input_ids=[self.bos_token_id, 11] if self.adds else [11])
+
+
+@pytest.mark.parametrize(
+    ("rule", "adds", "bos"), [("auto", True, 7), ("auto", False, None), ("first", False, 7), ("none", True, None)]
+)
+def test_the_rule(rule: str, adds: bool, bos: int | None) -> None:
+    assert bos_token(rule, Tokenizer(adds)) == bos
+
+
+def test_what_cannot_be() -> None:
+    assert bos_token("auto", None) is None
+    with pytest.raises(UserError, match="type data.bos=none"):
+        bos_token("first", Tokenizer(False, None))
+    with pytest.raises(UserError, match="data.bos=yes is unknown: choose from auto, none, first"):
+        data_spec({"fetched": "essays", "bos": "yes"})
+
+
+def test_bos_takes_the_first_tokens_place_and_the_same_tokens_are_scored() -> None:
+    model, text = random_llama(2, 1, 8, dtype=torch.float32), torch.arange(3, 90)
+    settings = Perplexity(context=20, tokens=4, windows=2, batch=2)
+    nll = {}
+    with light():
+        for bos in (None, 1):
+            bench = bench_of(model, methods("full"), text, bos=bos)
+            assert bench.window(5, 4).tolist() == [8 if bos is None else 1, 9, 10, 11]
+            rows = rows_of(perplexity(bench, settings))
+            nll[bos] = value(rows, "full", "nll")
+            said = "no BOS added" if bos is None else "the first is BOS"
+            assert all(said in (row.note or "") for row in rows if row.metric == "nll")
+    want = []
+    for offset in (0, len(text) - 24):
+        ids = torch.cat([torch.tensor([1]), text[offset + 1 : offset + 24]])[None]
+        logits = model(ids).logits[0, 19:-1].log_softmax(-1)
+        want.append(-logits.gather(-1, ids[0, 20:, None]).mean())
+    assert nll[1] == pytest.approx(float(sum(want) / 2), abs=1e-5) and abs(nll[1] - nll[None]) > 1e-4

@@ -18,8 +18,8 @@ from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
 from kvbench.files import read_json
 from kvbench.results.claims import is_alive
 from kvbench.results.folder import STATUS
+from kvbench.results.ledger import Ledger, Record, record_rows, standing
 from kvbench.results.row import Row
-from kvbench.sweep.cells import Ledger, Record, record_rows, standing
 from kvbench.sweep.plan import PLAN, job_records
 
 EXAMPLE = "python -m kvbench.status results/"

@@ -22,12 +22,11 @@ from kvbench.measures.question_rows import BETTER, BLIND
 from kvbench.measures.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
 from kvbench.models.load import load_model, model_spec
 from kvbench.progress import Progress
-from kvbench.report import names
 from kvbench.report.published import print_published, published_of
 from kvbench.report.tables import TerminalTable
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
-from kvbench.results.row import Row, frame_of
+from kvbench.results.row import Row, frame_of, rows_of
 from kvbench.run import check_switches, entries_of, instantiate
 from kvbench.sweep.plan import node_of
 from kvbench.texts.load import Text
@@ -74,7 +73,7 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     finally:
         if folder.path.exists():
             folder.finish(status)
-    rows = names.rows_of(frame_of(folder.rows))  # as they are read from a run folder: a score may be undefined
+    rows = rows_of(frame_of(folder.rows))  # as they are read from a run folder: a score may be undefined
     Console().print(TerminalTable(rows))
     print_published(published, rows)
     print(f"run folder: {folder.path}\nreport:     python -m kvbench.report {folder.path}")
@@ -133,7 +132,7 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], ma
             note=_note(found, counts, asked),
             bos="first" if model.adds_bos else "none",
         )
-        folder.add([*rows_of(base, found, full, is_baseline=entry is pairs[0][0]), *_counted(base, task, counts)])
+        folder.add([*score_rows(base, found, full, is_baseline=entry is pairs[0][0]), *_counted(base, task, counts)])
         folder.add_samples(_samples(entry, found))
         said[entry.label] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
         write_atomic(folder.path / f"{task.replace('/', '_')}.{RESULTS}", to_json(said))
@@ -145,7 +144,7 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], ma
             )
 
 
-def rows_of(
+def score_rows(
     base: Row, found: dict[str, Any], full: dict[tuple[str, str], list[float]], is_baseline: bool
 ) -> Iterator[Row]:
     """A row for each metric of each task, and its paired difference to the full cache, whose values fill `full`."""

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from kvbench.files import write_atomic
 from kvbench.report import overview, tables
 from kvbench.report.columns import short_model
-from kvbench.report.names import config_of, labels, rows_of
+from kvbench.report.names import config_of, labels
 from kvbench.report.table import Column, Table, text_column, to_csv, to_latex, to_markdown
 from kvbench.report.units import interval, significant
 from kvbench.results.folder import load
-from kvbench.results.row import KNOBS, Row
+from kvbench.results.row import KNOBS, Row, rows_of
 
 KEY = (
     "model",

@@ -11,8 +11,7 @@ from kvbench.report.columns import heads_text, short_model
 from kvbench.report.lines import baseline_of, lines_of
 from kvbench.report.names import POOLED, RANDOM, Config, config_of, is_baseline, labels, layout_of, weights_of
 from kvbench.report.needle import hits_of, uninformative
-from kvbench.results.folder import Row
-from kvbench.results.row import GRAPH
+from kvbench.results.row import GRAPH, Row
 
 # Methods that hold every token exactly, or none at all: engaged = 0 is their nature, not a fault.
 EXACT = ("full", "recompute")

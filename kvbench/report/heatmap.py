@@ -15,7 +15,7 @@ from kvbench.report.lines import Line, lines_of
 from kvbench.report.needle import Hits, Place, hits_of, uninformative
 from kvbench.report.panels import LONGEST, Drawn
 from kvbench.report.style import FAINT, INK, WIDTH, Looks
-from kvbench.results.folder import Row
+from kvbench.results.row import Row
 
 COLOURS = "cividis"  # lightness rises evenly, and looks the same to colour-blind readers
 GREY = "#DDDDDD"

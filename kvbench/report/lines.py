@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.report.names import IDENTITY, config_of, display_name, is_baseline, layout_of
-from kvbench.results.folder import KNOBS, Row
+from kvbench.results.row import KNOBS, Row
 
 Cell = tuple[str, int | None, float | None]  # metric, context, depth
 # What a method and its baseline must share to be compared, and what they had better share.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
-from kvbench.results.folder import COLUMNS, KNOBS, Row
+from kvbench.results.row import KNOBS, Row
 
 # What makes two rows parts of the same line of a comparison; `depth`, `position`, `metric` tell them apart inside it.
 IDENTITY = (
@@ -33,25 +30,7 @@ IDENTITY = (
     "bos",
 )
 Config = tuple[Any, ...]  # values of KNOBS
-HUGE = 1e100  # what is not below it, nan included, counts as undefined
 TRAINED, REPEATED, POOLED, RANDOM = "trained", "heads repeated", "heads mean-pooled", "random"
-
-
-def rows_of(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame as `kvbench.results.folder.load` returns it, with None for what is missing."""
-    plain = frame[list(COLUMNS)].astype(object)
-    records = plain.where(frame.notna(), None).to_dict("records")
-    return [_sound(Row(**{str(name): value for name, value in record.items()})) for record in records]
-
-
-def _sound(row: Row) -> Row:
-    """The row with numbers that a table and an axis can hold: None for the others, an interval whole or not at all."""
-    value = row.value if row.value is not None and abs(row.value) < HUGE else None
-    bounds = [bound for bound in (row.low, row.high) if bound is not None and abs(bound) < HUGE]
-    low, high = sorted(bounds) if len(bounds) == 2 else (None, None)
-    if (value, low, high) == (row.value, row.low, row.high):
-        return row
-    return replace(row, value=value, low=low, high=high)
 
 
 def config_of(row: Row) -> Config:

@@ -10,7 +10,7 @@ from kvbench.report import units
 from kvbench.report.lines import Line, baseline_of
 from kvbench.report.names import IDENTITY
 from kvbench.report.table import Column, Table
-from kvbench.results.folder import Row
+from kvbench.results.row import Row
 
 Place = tuple[int | None, float | None]  # context, depth
 INFORMATIVE = 0.5  # a full cache that finds fewer than this share tells nothing about compression

@@ -19,7 +19,6 @@ from kvbench.report.html import to_html
 from kvbench.report.kept import draw_kept
 from kvbench.report.lines import measures_of
 from kvbench.report.markdown import to_page
-from kvbench.report.names import rows_of
 from kvbench.report.overview import overview
 from kvbench.report.plots import Plot, draw_all
 from kvbench.report.published import published_tables
@@ -30,7 +29,7 @@ from kvbench.report.tables import build_tables
 from kvbench.report.traits_table import traits_table
 from kvbench.report.verdict import Advice
 from kvbench.results.folder import METRICS, PROVENANCE, find_runs, load, read_status
-from kvbench.results.row import Row
+from kvbench.results.row import Row, rows_of
 
 
 @dataclass

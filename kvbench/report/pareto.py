@@ -17,7 +17,7 @@ from kvbench.report.names import config_of
 from kvbench.report.panels import Drawn
 from kvbench.report.place import Label, Point, label_points
 from kvbench.report.style import FAINT, Looks, styles
-from kvbench.results.folder import Row
+from kvbench.results.row import Row
 
 CROWD = 12  # methods with their settings in one panel, which then gets more room
 MOST_NAMES = 14  # names that find a place beside their points; more stand in a legend

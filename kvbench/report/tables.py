@@ -19,9 +19,9 @@ from kvbench.report import needle, units
 from kvbench.report.columns import Headline, caption_of, identity_columns, metric_columns, repeats_text, status_column
 from kvbench.report.findings import find_all
 from kvbench.report.lines import Line, lines_of, measures_of
-from kvbench.report.names import IDENTITY, rows_of
+from kvbench.report.names import IDENTITY
 from kvbench.report.table import GAP, Table, fitting
-from kvbench.results.folder import Row
+from kvbench.results.row import Row, rows_of
 
 COUNTS = (
     Headline("engaged", "engaged", units.plainly(units.percent), rank=1, folds=True),

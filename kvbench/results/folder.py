@@ -29,24 +29,7 @@ from kvbench.results import provenance as provenance_of
 from kvbench.results.claims import is_alive, this_process
 from kvbench.results.committed import drop_list, read_statuses
 from kvbench.results.kept_tokens import KEPT, Kept, to_table
-from kvbench.results.row import COLUMNS, KINDS, KNOBS, SCHEMA, Row, frame_of, frame_of_table, table_of
-
-__all__ = [
-    "COLUMNS",
-    "KINDS",
-    "KNOBS",
-    "SCHEMA",
-    "Row",
-    "RunFolder",
-    "check_writable",
-    "clean_label",
-    "find_runs",
-    "frame_of",
-    "load",
-    "read_status",
-    "resume_key",
-    "rows_between",
-]
+from kvbench.results.row import KNOBS, Row, frame_of_table, table_of
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
     "metrics.parquet",

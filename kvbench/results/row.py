@@ -8,11 +8,29 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+
+WEIGHTS = ("trained", "repeated", "pooled", "random")
+"""Where a model's weights come from. trained: a checkpoint. repeated, pooled: a checkpoint whose KV heads were repeated
+(same logits) or mean-pooled (not lossless). random: random numbers."""
+
+FLAGS = {
+    "better_than_full": "scores above the full cache beyond the interval",
+    "uninformative": "the full cache itself scores zero here",
+    "not_engaged": "nothing was evicted or quantised, so the number is the full cache's",
+    "unsteady": "step times drifted or jumped while they were measured",
+    "few_windows": "fewer than 10 windows: does not generalise to other text",
+    "beyond_positions": "positions beyond those that the model was trained for",
+    "not_finite": "logits were not finite",
+}
+"""What a reader must know about a number before comparing it. Columns carry flags, notes are for people only."""
+
+MEMORY_PARTS = ("dense", "codes", "scales", "residual", "basis", "scores", "positions", "state")
+"""Parts of a cache's bytes; `held_bytes.PART` in the rows. They add up to `held_bytes`."""
 
 ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")
 
@@ -63,10 +81,26 @@ class Row:
     stride: int | None = None  # tokens from the start of one window to the start of the next
     bos: str | None = None  # none | first (a window begins with it)
     tokenizer: str | None = None  # first 16 hex digits of the sha256 of the tokenizer's file
+    weights: str | None = None  # one of WEIGHTS
+    flags: str | None = None  # names of FLAGS, sorted, separated by spaces; read with `flags_of`
 
     def __post_init__(self) -> None:
         if self.status not in ROW_STATUSES:
             raise ValueError(f"status {self.status!r} is not one of {', '.join(ROW_STATUSES)}")
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise ValueError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
+        if unknown := sorted(flags_of(self) - set(FLAGS)):
+            raise ValueError(f"flags {', '.join(unknown)} are not among {', '.join(FLAGS)}")
+
+
+def flags_of(row: Row) -> frozenset[str]:
+    """The flags of a row; empty where there are none."""
+    return frozenset((row.flags or "").split())
+
+
+def with_flags(row: Row, *names: str) -> Row:
+    """The row with these flags as well. Raises ValueError for a name that is not in FLAGS."""
+    return replace(row, flags=" ".join(sorted(flags_of(row).union(names))) or None)
 
 
 GRAPH = ", graph"
@@ -140,3 +174,24 @@ def frame_of_table(table: pa.Table) -> pd.DataFrame:
         use_threads=False,  # tables of some rows; and in a memory limit no thread can start
     )
     return frame
+
+
+HUGE = 1e100
+"""Values of at least this size count as undefined, as nan does: no axis and no table can hold them."""
+
+
+def rows_of(frame: pd.DataFrame) -> list[Row]:
+    """The rows of a frame as `kvbench.results.folder.load` returns it, with None for what is missing."""
+    plain = frame[list(COLUMNS)].astype(object)
+    records = plain.where(frame.notna(), None).to_dict("records")
+    return [_sound(Row(**{str(name): value for name, value in record.items()})) for record in records]
+
+
+def _sound(row: Row) -> Row:
+    """The row with numbers that a table and an axis can hold: None for the others, an interval whole or not at all."""
+    value = row.value if row.value is not None and abs(row.value) < HUGE else None
+    bounds = [bound for bound in (row.low, row.high) if bound is not None and abs(bound) < HUGE]
+    low, high = sorted(bounds) if len(bounds) == 2 else (None, None)
+    if (value, low, high) == (row.value, row.low, row.high):
+        return row
+    return replace(row, value=value, low=low, high=high)

@@ -19,8 +19,9 @@ from kvbench.report.published import Published, print_published
 from kvbench.report.tables import TerminalTable
 from kvbench.results.claims import Claims, beating
 from kvbench.results.folder import STATUS, RunFolder
+from kvbench.results.ledger import DONE, Ledger, Record, record_rows, settled, standing
 from kvbench.results.row import KNOBS, Row
-from kvbench.sweep.cells import DONE, Cell, Ledger, Part, Record, record_rows, settled, standing
+from kvbench.sweep.cells import Cell, Part
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
 

@@ -28,7 +28,8 @@ from kvbench.files import read_json, to_json, write_atomic
 from kvbench.measures.settings import KINDS, read_settings
 from kvbench.results.claims import beating, this_process
 from kvbench.results.folder import check_writable, clean_label
-from kvbench.sweep.cells import RERUN, Cell, cell_of, common_of, parts_of
+from kvbench.results.ledger import RERUN
+from kvbench.sweep.cells import Cell, cell_of, common_of, parts_of
 
 PLAN, LAUNCHER = "plan.json", "launcher"
 NO_PART_OF_THE_NAME = ("rerun=", "results_dir=", "skip_larger=", "hydra.", "hydra/", "-")

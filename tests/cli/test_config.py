@@ -26,7 +26,8 @@ from kvbench.config import (
 )
 from kvbench.errors import UserError
 from kvbench.measures.settings import Latency, Memory, Needle, Perplexity, read_settings
-from kvbench.results.folder import COLUMNS, resume_key
+from kvbench.results.folder import resume_key
+from kvbench.results.row import COLUMNS
 
 
 @pytest.fixture(autouse=True, scope="module")

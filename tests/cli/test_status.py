@@ -15,7 +15,8 @@ from kvbench.cli import status
 from kvbench.cli.status import describe, duration, survey
 from kvbench.files import to_json, write_atomic
 from kvbench.results.claims import this_process
-from kvbench.results.folder import Row, RunFolder
+from kvbench.results.folder import RunFolder
+from kvbench.results.row import Row
 
 
 def record(

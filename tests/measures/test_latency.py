@@ -19,14 +19,14 @@ from kvbench.cache.caches import PrefixCache
 from kvbench.cache.decode import generate
 from kvbench.cache.store import DenseStore
 from kvbench.measures import latency as measured
-from kvbench.measures import throughput as largest
 from kvbench.measures.context import Bench
 from kvbench.measures.latency import generation as generated
 from kvbench.measures.latency import machine
+from kvbench.measures.latency import throughput as largest
 from kvbench.measures.latency.decode_times import RECOMPUTE_STEPS, ROUND, batch_ids, is_steady, latency, read_bytes
 from kvbench.measures.latency.generation import FIXED
 from kvbench.measures.settings import Latency, one_by_one
-from kvbench.results.folder import Row
+from kvbench.results.row import Row
 from tests.shared.models import random_llama
 from tests.shared.text import Breaks, bench_of, light, methods, rows_of, value
 

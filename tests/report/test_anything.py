@@ -28,7 +28,7 @@ from kvbench.report.candidates import groups_of
 from kvbench.report.commands import Recorded, command_of
 from kvbench.report.differences import window_differences
 from kvbench.report.findings import find_all, remarks
-from kvbench.report.names import display_name, is_baseline, rows_of
+from kvbench.report.names import display_name, is_baseline
 from kvbench.report.overview import overview
 from kvbench.report.page import written_forms
 from kvbench.report.panels import styled
@@ -38,7 +38,7 @@ from kvbench.report.style import styles
 from kvbench.report.summary import summary
 from kvbench.report.tables import build_tables, terminal_table
 from kvbench.report.traits_table import traits_table
-from kvbench.results.row import KINDS, Row, frame_of
+from kvbench.results.row import KINDS, Row, frame_of, rows_of
 from tests.report.test_report import run_of
 from tests.shared.rows import BASE, METHODS, rows
 

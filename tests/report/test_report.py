@@ -28,7 +28,7 @@ from kvbench.report.curves import memory_context, tpot_context
 from kvbench.report.findings import find_all, remarks
 from kvbench.report.heatmap import needle_maps
 from kvbench.report.lines import baseline_of, lines_of
-from kvbench.report.names import config_of, display_name, labels, rows_of
+from kvbench.report.names import config_of, display_name, labels
 from kvbench.report.overview import overview
 from kvbench.report.panels import styled
 from kvbench.report.pareto import perplexity_bytes
@@ -36,8 +36,8 @@ from kvbench.report.plots import draw_all
 from kvbench.report.style import PALETTE, styles
 from kvbench.report.table import Table, to_latex
 from kvbench.report.tables import build_tables, terminal_table
-from kvbench.results.folder import Row, RunFolder, frame_of
-from kvbench.results.row import GRAPH
+from kvbench.results.folder import RunFolder
+from kvbench.results.row import GRAPH, Row, frame_of, rows_of
 from tests.shared.paths import ROOT
 from tests.shared.rows import BASE, METHODS, rows
 

@@ -19,17 +19,8 @@ import yaml  # type: ignore[import-untyped]
 from kvbench.errors import UserError
 from kvbench.files import write_atomic
 from kvbench.results import provenance
-from kvbench.results.folder import (
-    COLUMNS,
-    Row,
-    RunFolder,
-    check_writable,
-    find_runs,
-    frame_of,
-    load,
-    read_status,
-    resume_key,
-)
+from kvbench.results.folder import RunFolder, check_writable, find_runs, load, read_status, resume_key
+from kvbench.results.row import COLUMNS, Row, frame_of
 from tests.shared.paths import ROOT
 from tests.shared.rows import BASE, rows
 

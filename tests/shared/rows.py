@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvbench.results.folder import Row
+from kvbench.results.row import Row
 
 BASE = Row(
     model="org/Toy-135M",

@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError
-from kvbench.report.names import rows_of
 from kvbench.report.page import write_report
-from kvbench.results.folder import KNOBS, Row, load
+from kvbench.results.folder import load
+from kvbench.results.row import KNOBS, Row, rows_of
 from tests.shared.paths import ROOT
 
 FAULTS = f"hydra.searchpath=[file://{ROOT / 'tests' / 'slurm' / 'conf'}]"

@@ -31,7 +31,7 @@ from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.models.load import LoadedModel
 from kvbench.models.shape import shape_of
 from kvbench.progress import Progress
-from kvbench.results.folder import Row
+from kvbench.results.row import Row
 
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\n-="
 

@@ -24,8 +24,10 @@ from kvbench.measures.settings import Latency, Perplexity
 from kvbench.results import claims
 from kvbench.results import folder as results
 from kvbench.results.claims import Claims, is_alive, this_process
-from kvbench.results.folder import Row, RunFolder, load
-from kvbench.sweep.cells import Facts, Ledger, Part, cell_of, parts_of
+from kvbench.results.folder import RunFolder, load
+from kvbench.results.ledger import Ledger
+from kvbench.results.row import Row
+from kvbench.sweep.cells import Facts, Part, cell_of, parts_of
 from kvbench.sweep.plan import sweep_name
 from kvbench.sweep.signals import Terminated, stoppable
 from tests.shared.sweeping import FAULTS, TINY, cells_on_disk, complete, environment, rows, times_measured, wait_until

@@ -12,14 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.api import load_method, load_model
-    from kvbench.cache.build import build_cache, prefill
+    from kvbench.cache.build import Method, build_cache, prefill
     from kvbench.cache.calibrate import calibrate
     from kvbench.cache.decode import generate
+    from kvbench.cache.observe import Observation
+    from kvbench.cache.rule import KEEP, KeepRule
+    from kvbench.cache.store import Store
     from kvbench.harness.adapter import KVBenchLM
     from kvbench.results.folder import load
 
 __version__ = "0.1.0"
-__all__ = ["KVBenchLM", "build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
+__all__ = [
+    "KEEP",
+    "KVBenchLM",
+    "KeepRule",
+    "Method",
+    "Observation",
+    "Store",
+    "build_cache",
+    "calibrate",
+    "generate",
+    "load",
+    "load_method",
+    "load_model",
+    "prefill",
+]
 
 # torch's threads spin for a millisecond at every barrier before they sleep. Where another process has one of the cores
 # that costs each decode step several times its work; a shorter spin costs nothing elsewhere. Read when torch is loaded.
@@ -32,8 +49,13 @@ if (_checkout / "methods").is_dir() and (_checkout / "conf").is_dir():
     __path__.append(str(_checkout))
 
 _HOMES = {
+    "Method": "kvbench.cache.build",
     "build_cache": "kvbench.cache.build",
     "prefill": "kvbench.cache.build",
+    "KEEP": "kvbench.cache.rule",
+    "KeepRule": "kvbench.cache.rule",
+    "Observation": "kvbench.cache.observe",
+    "Store": "kvbench.cache.store",
     "calibrate": "kvbench.cache.calibrate",
     "generate": "kvbench.cache.decode",
     "load_method": "kvbench.api",

@@ -59,7 +59,7 @@ class CapturedLayer(CacheLayerMixin):
         self.slots.write(counts, slot, key, value)
         if layer.scores is not None:
             fresh = layer.scores.new_empty(slot.shape)
-            fresh[:] = layer.rule.fresh_scores(key)
+            fresh[:] = layer.rule.fresh_scores(key, value)
             layer.scores.scatter_(-1, slot, fresh)
         return self, value
 

@@ -99,7 +99,7 @@ class SlotLayer(CacheLayerMixin):
             self.slots.overwrite(slot, key[:, :, :reused], value[:, :, :reused])
             if self.scores is not None:
                 fresh = self.scores.new_empty(slot.shape)
-                fresh[:] = self.rule.fresh_scores(key[:, :, :reused])
+                fresh[:] = self.rule.fresh_scores(key[:, :, :reused], value[:, :, :reused])
                 self.scores.scatter_(-1, slot, fresh)
         if reused < q:
             new = slice(self.slots.length, self.slots.length + q - reused)
@@ -107,7 +107,7 @@ class SlotLayer(CacheLayerMixin):
                 self.position[..., new] = self._new_positions(reused, q)
             self.slots.append(key[:, :, reused:], value[:, :, reused:])
             if self.scores is not None:
-                self.scores[..., new] = self.rule.fresh_scores(key[:, :, reused:])
+                self.scores[..., new] = self.rule.fresh_scores(key[:, :, reused:], value[:, :, reused:])
         self.n_free -= reused
         self.kept += q
         self.seen += q

@@ -113,7 +113,7 @@ class RaggedLayer(CacheLayerMixin):
         self.position.scatter_(0, rows.flatten(), position.expand(rows.shape).flatten())
         if self.scores is not None:
             new = self.scores.new_empty(rows.shape)
-            new[:] = self.rule.fresh_scores(key)
+            new[:] = self.rule.fresh_scores(key, value)
             self.scores.scatter_(0, rows.flatten(), new.flatten())
 
     def check_room(self, q: int) -> None:

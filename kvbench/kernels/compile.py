@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvbench.offline import cache_folder
 
-SOURCES = ("decode.cpp", "digits.h", "encode.h", "loops.h", "vectors.h")
+SOURCES = ("decode.cpp", "call.h", "digits.h", "encode.h", "loops.h", "unpack.h", "vectors.h", "worker.h")
 COMPILERS = ("c++", "g++", "clang++")
 
 # The two -fno flags drop floating-point exceptions and errno; no result depends on them.

@@ -44,10 +44,10 @@ inline const uint8_t* address(int64_t pointer, int64_t bytes) {
 inline float* floats_at(int64_t pointer) { return reinterpret_cast<float*>(pointer); }
 
 constexpr int64_t MOST_CHUNK = 512;         // slots between two steps of the running softmax; below STRIDE
-constexpr int64_t SLOTS_PER_THREAD = 1024;  // fewer are done sooner than a thread wakes up
-constexpr float LOWEST = -1e30f;            // a maximum to begin with; finite, so that masked slots weigh 0 and not NaN
+constexpr int64_t SLOTS_PER_THREAD = 1024;  // fewer take less time than waking up a thread
+constexpr float LOWEST = -1e30f;            // the first running maximum; finite, so that masked slots weigh 0 and not NaN
 
-// What all tasks share: how the slots are cut, and for each part where its units lie.
+// Shared by all tasks: how the slots are cut, and where the units of each part lie.
 struct Plan {
   const Call& call;
   int64_t chunk = MOST_CHUNK, chunks, splits, heads, threads;

@@ -1,7 +1,6 @@
 """Decode attention by the compiled CPU kernel, `decode.cpp`: same arguments and results as the reference.
 
-What the kernel does not take goes to the reference: float64, head sizes that are no multiple of 8 or beyond 512 (in one
-place: MLA's 512 + 64 lie in two), very many queries at once, memory whose channels are not neighbours.
+Calls that the kernel does not take (`kvbench.kernels.cpu_parts`), and float64, go to the reference.
 """
 
 import ctypes
@@ -59,7 +58,7 @@ class CpuKernel:
         return codes, scale, minimum
 
     def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
-        """What it does not take about such tensors; None where it takes them."""
+        """Why the kernel does not take such tensors; None where it takes them."""
         if pack_parts(query, keys, values) is not None:
             return None
         return "the compiled kernel does not take heads of this size in this store"
@@ -123,13 +122,13 @@ class CpuKernel:
 
 
 def float_rows(query: Tensor) -> Tensor:
-    """float32 queries whose channels are neighbours in memory."""
+    """float32 queries whose channels are adjacent in memory."""
     query = query.to(torch.float32)
     return query if query.stride(-1) == 1 else query.contiguous()
 
 
 def byte_rows(mask: Tensor) -> Tensor:
-    """A mask whose slots are neighbours in memory; other dimensions may have stride 0."""
+    """A mask whose slots are adjacent in memory; other dimensions may have stride 0."""
     return mask if mask.stride(-1) == 1 else mask.contiguous()
 
 

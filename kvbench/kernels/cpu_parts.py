@@ -15,28 +15,30 @@ from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split
 QUERIES = (torch.float32, torch.bfloat16, torch.float16)
 
 FORMATS = {torch.float32: 32, torch.float8_e4m3fn: 18, torch.bfloat16: 17, torch.float16: 16}
-"""Float rows as decode.cpp numbers them; codes go by their bits, those of a codebook by LEVELS + their bits."""
+"""Numbers of the float formats in loops.h. Codes have their bits as number, codes of a codebook LEVELS + their bits."""
 
 WIDTHS, LEVELS, LEVEL_WIDTHS = (8, 4, 3, 2), 64, (4, 3)
 
 MOST_ROWS = 256
-"""Query rows of one KV head (its heads times tokens); each costs a thread 6 kB of scratch."""
+"""Most query rows of one KV head (heads times tokens); each row takes 6 kB of scratch memory per thread."""
 
 LARGEST_HEAD = 512
 SMALLEST_GROUP = 8
 
 NOTHING = (0, 0, 0, 0)
-"""A pointer and three strides where a tensor is absent."""
+"""The pointer and three strides of an absent tensor."""
 
 
 def last_channels(keys: Sequence[Part]) -> list[Dense]:
-    """What keys that lie in two places hold apart; empty for others."""
+    """The last channels of keys that are held in two parts; empty for other keys."""
     return [part.last_channels for part in keys if isinstance(part, Split)]
 
 
 def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> list[int] | None:
-    """`struct Part` of decode.cpp for all keys, all values, then the last channels of keys that hold them apart; None
-    where the kernel does not take the call."""
+    """`struct Part` of all keys, of all values, then of the last channels of keys that are held in two parts.
+
+    None where the kernel does not take the call.
+    """
     batch, heads, tokens, channels = query.shape
     apart = last_channels(keys)
     if query.dtype not in QUERIES or not keys or not values or len(apart) not in (0, len(keys)):
@@ -73,7 +75,7 @@ def pack(part: Part, lead: tuple[int, int], columns: int) -> tuple[int, ...] | N
 
 
 def pack_paged(part: Paged, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of blocks: the pool's rows and where a row and head has its blocks."""
+    """`struct Part` of blocks: the rows of the pool, and the block table of each batch row and head."""
     pool, table = part.pool, part.table
     shared = pool.kv_heads == 1  # any head may hold any block
     packed = pack(pool, (1, pool.kv_heads), columns)
@@ -104,7 +106,7 @@ def pack_paged(part: Paged, lead: tuple[int, int], columns: int) -> tuple[int, .
 
 
 def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of float rows: its strides are in bytes."""
+    """`struct Part` of float rows; strides are in bytes."""
     rows = part.rows
     n, stride, size, form = rows.shape[2], rows.stride(), rows.element_size(), FORMATS.get(rows.dtype)
     if form is None or stride[3] != 1 or rows.shape != (*lead, n, columns):

@@ -1,10 +1,10 @@
 """Decode attention by the Triton kernels, for NVIDIA GPUs: same arguments and results as the reference.
 
-Two launches: `decode` deals the slots out among many small programs, `combine` adds up what they found. Nothing is
+Two launches: `decode` divides the slots among many small programs, `combine` adds up their results. Nothing is
 unpacked, copied or made contiguous, and nothing waits for the device. With `lengths` on the device the launches do
-not depend on how much of the store is filled, so a CUDA graph of them can be replayed while it fills.
+not depend on how many slots are filled, so a CUDA graph of them can be replayed while the store fills.
 
-What the kernels do not take (see `refusal`) goes to the reference.
+Calls that the kernels do not take (see `refusal`) go to the reference.
 """
 
 import os
@@ -39,7 +39,7 @@ def available() -> tuple[bool, str]:
 
 
 def refusal(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
-    """What the kernels do not take about these tensors; None where they take them."""
+    """Why the kernels do not take these tensors; None where they take them."""
     if query.dtype not in FLOATS:
         return f"queries of {query.dtype}"
     if not keys or not values:
@@ -62,7 +62,7 @@ class TritonKernel:
     name = NAME
 
     def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
-        """What it does not take about such tensors; None where it takes them."""
+        """Why the kernel does not take such tensors; None where it takes them."""
         reason = refusal(query, [p for p in keys if p.length], [p for p in values if p.length])
         return None if reason is None else f"the Triton kernel does not take {reason}"
 

@@ -263,13 +263,13 @@ def decode(
 
 @triton.jit
 def head_at(strides, batch, head):
-    """How far into the codes, and into their pairs or norms, one KV head begins."""
+    """Offsets of one KV head in the codes, and in their pairs or norms."""
     return batch * strides[0] + head * strides[1], batch * strides[2] + head * strides[3]
 
 
 @triton.jit
 def table_of(levels, BITS: tl.constexpr, PTX: tl.constexpr):
-    """The levels as `levels_at` wants them."""
+    """The levels in the layout of `levels_at`."""
     if PTX:
         levels = byte_tables(levels, BITS)
     return levels

@@ -11,24 +11,24 @@ from torch import Tensor
 from kvbench.kernels.triton_pieces import Sections, Work
 
 MOST_ROWS = 16
-"""Query rows of one KV head (its heads times tokens) that a program serves; more of them read the cache again."""
+"""Most query rows of one KV head (heads times tokens) per program; further rows read the cache again."""
 
 PROGRAMS_PER_PROCESSOR = 8
-"""One-warp programs that share a multiprocessor, as far as its registers go."""
+"""Most one-warp programs on a multiprocessor: its registers allow no more."""
 
 MOST_PROGRAMS = 256
-"""Programs of one section and KV head: each of them adds to what `combine` has to read."""
+"""Most programs of one section and KV head: `combine` reads a result from each."""
 
 TILE_BYTES = 16 * 1024
-"""Dense keys and values of one tile."""
+"""Bytes of the dense keys and values of one tile."""
 
 SHARES, CHANNELS, COLUMNS = 64, 32, 1024
-"""Tile sizes of `combine`: programs' shares, output channels, probabilities."""
+"""Tile sizes of `combine`: programs, output channels, probabilities."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and what it is called with. arguments: at run time; constants: at compile time."""
+    """A kernel with its grid, its arguments at run time and its constants at compile time."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -102,7 +102,7 @@ PROGRAMS = ("both_programs", "one_programs", "none_programs")
 
 
 def _pieces(work: Work) -> dict[str, Any]:
-    """The kernel's arguments about where queries, keys, values and the mask lie."""
+    """The kernel's arguments for queries, keys, values and the mask: addresses, strides, lengths."""
     key, value, visible = work.key, work.value, work.visible
     sizes = [side.size if work.lengths is None or side.is_ring else None for side in (key, value)]
     if visible is not None:
@@ -130,7 +130,7 @@ def _pieces(work: Work) -> dict[str, Any]:
 
 
 def _scoring(work: Work) -> dict[str, float | None]:
-    """The factors on scores; the kernels take exponents to the base of 2."""
+    """The factors on scores; the kernels compute powers of 2."""
     to_base_2, softcap = math.log2(math.e), work.scoring.softcap
     if softcap is None:
         return {"scale": work.scoring.scaling * to_base_2, "softcap": None}
@@ -138,7 +138,7 @@ def _scoring(work: Work) -> dict[str, float | None]:
 
 
 def _constants(work: Work) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """The compile-time constants of `decode`."""
     import triton.language as tl
 
     types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -183,13 +183,13 @@ def _constants(work: Work) -> dict[str, Any]:
 
 
 def _dense_dtype(rows: Tensor | None, query: Tensor) -> torch.dtype:
-    """What products with dense rows are computed in: 16 bits where both factors have the same 16, or rows have 8."""
+    """The dtype of products with dense rows: 16 bits if both factors have the same 16-bit dtype or rows have 8 bits."""
     same = rows is None or rows.dtype in (query.dtype, torch.float8_e4m3fn)  # 8 bits fit into any 16
     return query.dtype if same else torch.float32
 
 
 def _programs(sections: Sections, constants: dict[str, Any], walks: int, device: torch.device) -> tuple[int, int, int]:
-    """Programs of each section for one KV head and block of rows, of which there are `walks` in all."""
+    """Programs of each section for one KV head and block of rows. walks: number of pairs of KV head and block."""
     tile, none_tile = constants["T"], constants["NONE_T"]
     at_once = 16  # under the interpreter: few, but more than one a section
     if device.type == "cuda":
@@ -205,7 +205,7 @@ def _programs(sections: Sections, constants: dict[str, Any], walks: int, device:
 
 
 def _packed_bytes(constants: dict[str, Any]) -> int:
-    """Codes and pairs of one tile with both sides packed."""
+    """Bytes of codes and pairs of one tile with keys and values packed."""
     sides = (("K", constants["WIDTH"]), ("V", constants["VALUE_WIDTH"]))
     slot = [width * constants[f"{k}_BITS"] // 8 + 4 * width // constants[f"{k}_GROUP"] for k, width in sides]
     return int(constants["T"] * sum(slot))
@@ -213,9 +213,9 @@ def _packed_bytes(constants: dict[str, Any]) -> int:
 
 @lru_cache(maxsize=1024)
 def _fewest_tiles(tiles: int, walks: int, at_once: int) -> int:
-    """Into how many programs to split a walk over that many tiles, where `at_once` programs run at a time.
+    """The number of programs that read so many tiles in the shortest time, where `at_once` programs run at a time.
 
-    The time is rounds of programs times tiles of a program, with one tile's time for a program's beginning and end.
+    The time is the number of rounds of programs, times the tiles of a program plus one for its start and end.
     """
 
     def time(programs: int) -> int:
@@ -225,5 +225,5 @@ def _fewest_tiles(tiles: int, walks: int, at_once: int) -> int:
 
 
 def _power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n, and 16: what tensor cores take."""
+    """The smallest power of 2 that is at least n and at least 16, the smallest size of tensor cores."""
     return max(16, 1 << (n - 1).bit_length())

@@ -11,7 +11,7 @@ inline float read_half(const uint8_t* at) {
   return load_float16<4>(padded)[0];
 }
 
-// Also fetches what lies `ahead` bytes on: runs of pairs are too short for the hardware to foresee the next.
+// Also prefetches the bytes `ahead` of these: runs of pairs are too short for the hardware prefetcher.
 void read_halves(const uint8_t* from, int n, float* to, int64_t ahead) {
   int i = 0;
   for (; i + WIDEST <= n; i += WIDEST) {

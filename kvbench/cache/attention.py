@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvbench.cache.mla import latents_handed_on
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring, causal_attention
+from kvbench.models.reach import Reach, reach_of
 from kvbench.models.shape import refuse_without_attention_interface
 
 IMPLEMENTATION = "kvbench"
@@ -34,20 +35,21 @@ def attention(
     query: Tensor,
     key: Tensor | Attends,
     value: Tensor | Attends,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Reach | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention over a cache layer, or over plain tensors: the model's without a cache, or a stock cache's.
 
-    query [B, Hq, q, D] -> [B, q, Hq, Dv]. Raises UserError for attention that is not causal or carries a bias or mask
+    query [B, Hq, q, D] -> [B, q, Hq, Dv]. attention_mask: what `mask` below gave the layer; it alone bounds what the
+    layer sees, whatever the layer says of a window besides. Raises UserError for attention that is not causal or carries a bias or mask
     that this harness would have to ignore.
     """
-    if attention_mask is not None:
+    reach = attention_mask if isinstance(attention_mask, Reach) else None
+    if attention_mask is not reach:
         raise UserError("an attention mask was given; kvbench takes batches of one length, without padding")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UserError(f"{type(module).__name__} does not attend causally; kvbench measures causal language models")
@@ -55,14 +57,15 @@ def attention(
     if unknown:
         raise UserError(f"{type(module).__name__} adds {', '.join(unknown)} to its scores; kvbench does not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    scoring = Scoring(scale, softcap or None, sliding_window or None, s_aux)
+    window, chunked = (None, False) if reach is None else (reach.window, reach.chunked)
+    scoring = Scoring(scale, softcap or None, window, s_aux, chunked)
     if isinstance(key, Attends):
         output = key.attend(query, scoring)
     elif key.shape[2] != query.shape[2]:
         output = stock_attention(module, query, key, cast(Tensor, value), scoring)
     else:
         output = causal_attention(query, key, cast(Tensor, value), scoring)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # some models (AFMoE) take a view of it
 
 
 def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -84,14 +87,29 @@ def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     return turned
 
 
-def no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
-    """The mask function: layers know from positions who sees whom, so there is none; padding is refused."""
+def mask(
+    *args: object,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: object = None,
+    use_vmap: bool = False,
+    **kwargs: object,
+) -> Reach | None:
+    """The mask function: how far a layer sees, None where it sees every token. Cache layers do the rest by positions.
+
+    local_size: of the sliding window or chunk. use_vmap: whether the model combines the causal mask with one of its
+    own. Raises UserError for such a mask, and for padding.
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError("a batch with padding was given; kvbench takes batches of one length, without padding")
+    if use_vmap:
+        family = getattr(config, "model_type", "this model")
+        raise UserError(f"{family} combines causal attention with a mask of its own, which kvbench does not follow")
+    return reach_of(local_size, config)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, mask)
 
 
 @contextmanager

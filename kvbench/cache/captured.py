@@ -74,7 +74,7 @@ class CapturedLayer(CacheLayerMixin):
             self.slots.key_parts(),
             self.slots.value_parts(),
             scoring,
-            visible=self._visible(scoring.window),
+            visible=self._visible(scoring),
             sink_query=sink_query,
             n_sink=self.n_sink,
             want_probabilities=self.reads,
@@ -88,11 +88,12 @@ class CapturedLayer(CacheLayerMixin):
         self.slots.settle(counts)
         return slots.turn_back(output)
 
-    def _visible(self, window: int | None) -> Tensor | None:
+    def _visible(self, scoring: Scoring) -> Tensor | None:
         """Which slots the newest token sees, [B, Hkv, 1, S]; None where it sees all that are filled."""
         position, seen = self.layer.position, self.counts.seen
-        if window is not None:
-            return ((position <= seen) & (position > seen - window) & (position != EMPTY)).unsqueeze(2)
+        if scoring.window is not None:
+            in_reach = (position <= seen) & (position >= scoring.first_seen(seen))
+            return (in_reach & (position != EMPTY)).unsqueeze(2)
         return (position != EMPTY).unsqueeze(2) if self.has_holes else None
 
     def _evict(self) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.errors import UserError
+from kvbench.models.frequencies import frequency_change, refuse_crossing
 
 
 def forward(
@@ -21,12 +22,15 @@ def forward(
 ) -> Tensor:
     """Logits [B, q, V] of ids [B, q] after what the cache holds; the last `logits_to_keep` only, 0 for all.
 
-    position_ids: [B, q], where the cache's count of tokens seen is not to be asked.
+    position_ids: [B, q], where the cache's count of tokens seen is not to be asked. Raises UserError where the tokens
+    cross the length at which the model's rotary frequencies change.
     """
     arguments: dict[str, object] = {"use_cache": cache is not None, "logits_to_keep": logits_to_keep}
     if position_ids is not None:
         arguments["position_ids"] = position_ids
     if cache is not None:
+        if frequency_change(model.config.get_text_config()) is not None:
+            refuse_crossing(model.config.get_text_config(), int(cache.get_seq_length()), ids.shape[1])
         arguments[cache_argument(type(model).forward)] = cache
     logits: Tensor = model(input_ids=ids, **arguments).logits
     return logits

@@ -140,7 +140,7 @@ class SlotLayer(CacheLayerMixin):
             self.slots.key_parts(),
             self.slots.value_parts(),
             scoring,
-            visible=self._visible(query.shape[2], scoring.window),
+            visible=self._visible(query.shape[2], scoring),
             sink_query=None if sink_query is None else self.slots.turn_query(sink_query),
             n_sink=n_sink,
             want_probabilities=reads,
@@ -152,14 +152,14 @@ class SlotLayer(CacheLayerMixin):
         self.slots.settle()
         return self.slots.turn_back(output)
 
-    def _visible(self, q: int, window: int | None) -> Tensor | None:
+    def _visible(self, q: int, scoring: Scoring) -> Tensor | None:
         """Which slots each of the q newest tokens sees, [B, Hkv, q, S]; None where all see all."""
-        if q == 1 and window is None and self.kept == self.slots.length:
+        if q == 1 and scoring.window is None and self.kept == self.slots.length:
             return None
         position = self.position[..., None, : self.slots.length]
         newest = torch.arange(self.seen - q, self.seen, device=position.device).view(q, 1)
         visible = (position != EMPTY) & (position <= newest)
-        return visible if window is None else visible & (position > newest - window)
+        return visible if scoring.window is None else visible & (position >= scoring.first_seen(newest))
 
     def _evict(self) -> None:
         if self.budget is None or self.kept <= self.budget:

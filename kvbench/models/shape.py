@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from kvbench.errors import UserError
+from kvbench.models.reach import Reach, reach_of
 
 SLIDING = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 STATES = {"linear_attention", "conv"}
@@ -113,7 +116,7 @@ def shape_of(config: Any) -> ModelShape:
         value_dim=value_dim,
         n_layers=config.num_hidden_layers,
         max_positions=getattr(config, "max_position_embeddings", None),
-        sliding_layers=sum(kind in SLIDING for kind in kinds),
+        sliding_layers=sum(reach is not None for reach in layer_reaches(config)),
         state_layers=sum(kind in STATES for kind in kinds),
         vocab_size=config.vocab_size,
         mla=mla,
@@ -168,9 +171,35 @@ def layer_kinds(config: Any) -> list[str]:
 
 def layer_windows(config: Any) -> list[int | None]:
     """The window of each layer with keys and values, in tokens; None for those that attend to everything."""
+    return [None if reach is None else reach.window for reach in layer_reaches(config)]
+
+
+def layer_reaches(config: Any) -> list[Reach | None]:
+    """How far each layer with keys and values sees; None for those that attend to everything.
+
+    A key of the config counts only where the family's code builds a mask from it: Llama's has no sliding window,
+    whatever its config says. `kvbench.gate` holds the answer against the masks that the loaded model builds.
+    """
     kinds = [kind for kind in layer_kinds(config) if kind not in STATES]
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    return [window if kind in SLIDING else None for kind in kinds]
+    source = modelling_source(type(config))
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    slides = reach_of(window if "create_sliding_window_causal_mask" in source else None, config, chunked=False)
+    chunks = reach_of(chunk if "create_chunked_causal_mask" in source else None, config, chunked=True)
+    if "layer_types" not in source:  # one mask for all layers
+        return [slides or chunks] * len(kinds)
+    reaches = dict.fromkeys(SLIDING, slides) | {"chunked_attention": chunks}
+    return [reaches.get(kind) for kind in kinds]
+
+
+@cache
+def modelling_source(config_class: type) -> str:
+    """The source text of the family's modelling file; for a class that transformers does not know, the names of all
+    masks, so that the config's keys are believed."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "create_sliding_window_causal_mask create_chunked_causal_mask layer_types"
+    return inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__module__])
 
 
 def state_numbers(config: Any) -> tuple[int, int]:

@@ -67,16 +67,17 @@ def gate(loaded: LoadedModel, kernel: str = "auto") -> GateResult:
     config = loaded.model.config.get_text_config()
     check_masks(loaded, config)
     change = check_frequencies(loaded, config)
-    difference, judged = compare(loaded, config, change, kernel)
+    prompt, steps = lengths(loaded, change)
+    difference, judged = compare(loaded, config, prompt, steps, kernel)
     limit = LIMITS.get(loaded.dtype, LIMITS[torch.bfloat16])
     if not judged <= limit:
         raise UserError(
             f"{named(loaded)}: the full cache differs from the model's own forward by {difference:.0e} of the largest "
-            f"logit over {STEPS} steps (at most {limit:.0e} in {str(loaded.dtype).removeprefix('torch.')}), so no "
+            f"logit over {steps} steps (at most {limit:.0e} in {str(loaded.dtype).removeprefix('torch.')}), so no "
             "number of this model can be trusted; choose another model"
         )
-    line = f"full cache equals the model's forward: max difference {difference:.0e} over {STEPS} steps"
-    return GateResult(difference, STEPS, line, change)
+    line = f"full cache equals the model's forward: max difference {difference:.0e} over {steps} steps"
+    return GateResult(difference, steps, line, change)
 
 
 def named(loaded: LoadedModel) -> str:
@@ -88,15 +89,16 @@ def named(loaded: LoadedModel) -> str:
 
 
 @torch.inference_mode()
-def compare(loaded: LoadedModel, config: Any, change: FrequencyChange | None, kernel: str) -> tuple[float, float]:
+def compare(loaded: LoadedModel, config: Any, prompt: int, steps: int, kernel: str) -> tuple[float, float]:
     """The largest difference of two logits, as a share of the largest; and the one that is held against the limit."""
-    prompt, steps = lengths(loaded, change)
     model, generator = loaded.model, torch.Generator().manual_seed(0)
     ids = torch.randint(loaded.vocab_size, (1, prompt + steps), generator=generator).to(model.device)
     with short_windows(config):
         own = model(input_ids=ids, use_cache=False, logits_to_keep=steps + 1).logits
         try:
-            cache = build_cache(model, Method("full", Everything(), DenseStore()), ids[:, :prompt], steps, kernel=kernel)
+            cache = build_cache(
+                model, Method("full", Everything(), DenseStore()), ids[:, :prompt], steps, kernel=kernel
+            )
             logits = [cache.last_logits[:, None]]
             logits += [step(model, ids[:, t : t + 1], cache) for t in range(prompt, prompt + steps)]
         except (torch.OutOfMemoryError, UserError):

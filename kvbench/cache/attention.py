@@ -44,9 +44,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention over a cache layer, or over plain tensors: the model's without a cache, or a stock cache's.
 
-    query [B, Hq, q, D] -> [B, q, Hq, Dv]. attention_mask: what `mask` below gave the layer; it alone bounds what the
-    layer sees, whatever the layer says of a window besides. Raises UserError for attention that is not causal or carries a bias or mask
-    that this harness would have to ignore.
+    query [B, Hq, q, D] -> [B, q, Hq, Dv]. attention_mask: what `mask` below gave the layer. It alone bounds what the
+    layer sees, whatever window the layer names besides. Raises UserError for attention that is not causal or carries a
+    bias or mask that this harness would have to ignore.
     """
     reach = attention_mask if isinstance(attention_mask, Reach) else None
     if attention_mask is not reach:

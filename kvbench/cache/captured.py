@@ -92,7 +92,7 @@ class CapturedLayer(CacheLayerMixin):
         """Which slots the newest token sees, [B, Hkv, 1, S]; None where it sees all that are filled."""
         position, seen = self.layer.position, self.counts.seen
         if scoring.window is not None:
-            in_reach = (position <= seen) & (position >= scoring.first_seen(seen))
+            in_reach: Tensor = (position <= seen) & (position >= scoring.first_seen(seen))
             return (in_reach & (position != EMPTY)).unsqueeze(2)
         return (position != EMPTY).unsqueeze(2) if self.has_holes else None
 

@@ -4,11 +4,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvbench.errors import UserError
+from kvbench.models.probe import Attended, probe, takes_positions
 from kvbench.models.shape import mla_layout
 
 UNMOVABLE = ("dynamic", "longrope")
@@ -167,7 +170,31 @@ def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> Rotate
     rotate = RotateBack(embed, apply, layer_type, scaling)
     if not _takes_back(rotate, _head_dim(model)):
         raise UserError(f"{family} rotates its queries in a way that does not compose: {instead}")
+    if not _turns_what_is_cached(model, layer, rotate):
+        raise UserError(f"{family} changes queries and keys after their rotation (a norm, for one): {instead}")
     return rotate
+
+
+PROBED: WeakKeyDictionary[nn.Module, dict[int, list[Attended]]] = WeakKeyDictionary()
+"""Of each model, what its layers hand to attention for the same token at positions 7 and 4."""
+
+
+def _turns_what_is_cached(model: nn.Module, layer: int, rotate: RotateBack) -> bool:
+    """Whether a layer's own query and key at position 7, rotated back by 3, are its own at position 4."""
+    if not isinstance(model, PreTrainedModel) or not takes_positions(model):
+        return True
+    if model not in PROBED:
+        PROBED[model] = {position: probe(model, [position]) for position in (7, 4)}
+    at_seven, at_four = (next((c for c in PROBED[model][p] if c.layer == layer), None) for p in (7, 4))
+    if at_seven is None or at_four is None:
+        return True
+    pairs = (at_seven.query, at_four.query), (at_seven.key, at_four.key)
+    for seven, four in pairs:
+        wide = torch.promote_types(four.dtype, torch.float32)
+        limit = max(1e-5, 32 * torch.finfo(four.dtype).eps) * float(four.abs().max())
+        if float((rotate(seven, 3).to(wide) - four.to(wide)).abs().max()) > limit:
+            return False
+    return True
 
 
 WINDOWED_ONLY = ("cohere2", "exaone4", "exaone_moe")

@@ -47,7 +47,7 @@ class ModelSpec:
             return "random"
         if self.id is not None:
             return "hub"
-        return "gguf" if self.path is not None and self.path.endswith(".gguf") else "folder"
+        return "gguf" if self.path is not None and is_gguf(Path(self.path)) else "folder"
 
 
 def model_spec(node: Mapping[str, Any]) -> ModelSpec:
@@ -63,7 +63,8 @@ def model_spec(node: Mapping[str, Any]) -> ModelSpec:
     if source in ("id", "path"):
         given.pop("fetched", None)
     if source == "path":
-        name = Path(given["path"]).name.removesuffix(".gguf")
+        path = Path(given["path"])
+        name = path.stem if is_gguf(path) else path.name
     else:
         name = f"random-{given['random'].get('model_type')}" if source == "random" else given[source]
     return ModelSpec(**{"name": name, **given})
@@ -131,7 +132,7 @@ def checkpoint(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
             arguments["local_files_only"] = True
         return spec.id, arguments
     path = local_path(spec)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         check_gguf(path)
         return str(path.parent), arguments | {"gguf_file": path.name}
     if not (path / "config.json").is_file():
@@ -141,13 +142,18 @@ def checkpoint(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     return str(path), arguments
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file; the ending may be in capitals."""
+    return path.suffix.lower() == ".gguf"
+
+
 def local_path(spec: ModelSpec) -> Path:
     if spec.path is None:
         return fetched_folder("model", spec.fetched or spec.name)
     path = Path(spec.path).expanduser()
     if not path.exists():
         raise UserError(f"model.path={spec.path} does not exist: give a model folder or a .gguf file")
-    if path.is_file() and path.suffix != ".gguf":
+    if path.is_file() and not is_gguf(path):
         raise UserError(f"model.path={spec.path} is a file but no .gguf: give a model folder or a .gguf file")
     return path
 

@@ -39,12 +39,20 @@ def check_gguf(path: Path) -> GGUFReader:
     if magic != b"GGUF":
         raise UserError(f"{path} is not a GGUF file: it does not begin with the four bytes 'GGUF'")
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
+        parts = reader.fields.get("split.count")
+        count = 1 if parts is None else int(parts.contents())
     except BROKEN_GGUF as error:
         raise UserError(
             f"{path} is a truncated or damaged GGUF file: its header does not parse or promises more than "
             f"its {size} bytes; download it again"
         ) from error
+    if count > 1:
+        raise UserError(
+            f"{path} is one of {count} parts of a split GGUF file, and transformers loads whole ones: join them with "
+            "llama-gguf-split --merge FIRST_PART WHOLE.gguf and give that"
+        )
+    return reader
 
 
 def gguf_tokenizer(path: Path) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import UserError
 from kvbench.models.checkpoint import ModelSpec, checkpoint, local_path, model_spec, one_line_errors
 from kvbench.models.gguf import gguf_tokenizer, weights_fingerprint
+from kvbench.models.gguf_rotary import GGUFRotary, divide_frequencies, gguf_rotary, scale_config
 from kvbench.models.shape import (
     ModelShape,
     choose_mla_layout,
@@ -140,7 +141,10 @@ def load_config(spec: ModelSpec) -> Any:
             return AutoConfig.for_model(kind, **settings)
     where, arguments = checkpoint(spec)
     with one_line_errors(spec):
-        return AutoConfig.from_pretrained(where, **arguments)
+        config = AutoConfig.from_pretrained(where, **arguments)
+    if spec.source == "gguf":
+        scale_config(config, gguf_rotary(local_path(spec)))
+    return config
 
 
 def has_own_code(spec: ModelSpec, config: Any) -> bool:
@@ -177,6 +181,9 @@ def pretrained_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) 
 
     where, arguments = checkpoint(spec)
     logging.disable_progress_bar()  # a bar for seconds; an error after it would not stand alone
+    rotary = gguf_rotary(local_path(spec)) if spec.source == "gguf" else GGUFRotary()
+    if rotary.scaling is not None:
+        arguments["config"] = load_config(spec)
     with one_line_errors(spec):
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, output_loading_info=True, **arguments, **spec.load_kwargs
@@ -184,6 +191,7 @@ def pretrained_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) 
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(f"{spec.name} lacks {len(missing)} weights that its config calls for, as {missing[0]}")
+    divide_frequencies(model, rotary, Path(where))
     if "device_map" not in spec.load_kwargs and model.device != device:
         model.to(device)
     return model

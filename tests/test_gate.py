@@ -119,7 +119,9 @@ def test_longrope_is_refused_where_decoding_crosses_from_short_to_long_factors(
     if fits:
         assert off_by(loaded, ids_of(prompt + fed), prompt) < 1e-5
         return
-    with pytest.raises(UserError, match=r"phi3 has longrope .* beyond 128 tokens.*; stay within 128 tokens, or give a"):
+    with pytest.raises(
+        UserError, match=r"Phi3ForCausalLM has longrope .* beyond 128 tokens.*; stay within 128 tokens, or give a"
+    ):
         off_by(loaded, ids_of(prompt + fed), prompt)
 
 
@@ -130,7 +132,7 @@ def test_dynamic_frequencies_are_refused_beyond_the_models_positions(prompt: int
     if fits:
         assert off_by(loaded, ids_of(prompt + fed), prompt) < 1e-5
         return
-    with pytest.raises(UserError, match="llama has dynamic rotary frequencies.*; stay within 64 tokens$"):
+    with pytest.raises(UserError, match="LlamaForCausalLM has dynamic rotary frequencies.*; stay within 64 tokens$"):
         off_by(loaded, ids_of(prompt + fed), prompt)
 
 

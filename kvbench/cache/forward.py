@@ -29,8 +29,9 @@ def forward(
     if position_ids is not None:
         arguments["position_ids"] = position_ids
     if cache is not None:
-        if frequency_change(model.config.get_text_config()) is not None:
-            refuse_crossing(model.config.get_text_config(), int(cache.get_seq_length()), ids.shape[1])
+        change = frequency_change(model.config.get_text_config())
+        if change is not None:
+            refuse_crossing(change, type(model).__name__, int(cache.get_seq_length()), ids.shape[1])
         arguments[cache_argument(type(model).forward)] = cache
     logits: Tensor = model(input_ids=ids, **arguments).logits
     return logits

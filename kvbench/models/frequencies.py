@@ -49,17 +49,16 @@ def rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
     yield from nested or [settings]
 
 
-def refuse_crossing(config: Any, seen: int, fed: int) -> None:
+def refuse_crossing(change: FrequencyChange | None, name: str, seen: int, fed: int) -> None:
     """Raise UserError where `fed` tokens after `seen` cached ones cross the length at which frequencies change.
 
     The model's own forward would rotate the cached keys anew; a cache of rotated keys cannot.
     """
-    change = frequency_change(config)
     if change is None or not change.lies_between(seen, fed):
         return
     alternative = "" if change.kind == "dynamic" else f", or give a prompt of more than {change.tokens} tokens"
     raise UserError(
-        f"{config.model_type} has {change.kind} rotary frequencies, which change beyond {change.tokens} tokens, and "
+        f"{name} has {change.kind} rotary frequencies, which change beyond {change.tokens} tokens, and "
         f"{seen} cached tokens are followed by {fed}: cached keys would keep the old frequencies; stay within "
         f"{change.tokens} tokens{alternative}"
     )

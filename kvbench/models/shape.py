@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from kvbench.errors import UserError
+from kvbench.models.frequencies import FrequencyChange, frequency_change
 from kvbench.models.reach import Reach, reach_of
 
 STATES = {"linear_attention", "conv"}
@@ -55,6 +56,7 @@ class ModelShape:
     state_layers: int
     vocab_size: int
     mla: str | None  # one of LAYOUTS; None for a model without latent attention
+    frequency_change: FrequencyChange | None  # where rotary frequencies change with the length of the text
 
     @property
     def converted(self) -> bool:
@@ -131,6 +133,7 @@ def shape_of(config: Any) -> ModelShape:
         state_layers=sum(kind in STATES for kind in kinds),
         vocab_size=config.vocab_size,
         mla=mla,
+        frequency_change=frequency_change(config),
     )
 
 

@@ -42,7 +42,7 @@ from kvbench.models.load import (
 )
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
-from kvbench.report.published import Published, published_of
+from kvbench.report.tables.published import Published, published_of
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
 from kvbench.results.row import Row

@@ -90,7 +90,7 @@ def run_sweep(arguments: list[str]) -> int:
     if launcher and (rows := found.rows()):
         from rich.console import Console
 
-        from kvbench.report.tables import TerminalTable
+        from kvbench.report.tables.measure_tables import TerminalTable
 
         Console().print(TerminalTable(rows))
     print(describe(found))

@@ -29,6 +29,7 @@ from kvbench.results import provenance as provenance_of
 from kvbench.results.claims import is_alive, this_process
 from kvbench.results.committed import drop_list, read_statuses
 from kvbench.results.kept_tokens import KEPT, Kept, to_table
+from kvbench.results.old_folders import fill_missing_columns
 from kvbench.results.row import KNOBS, Row, frame_of_table, table_of
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
@@ -288,7 +289,7 @@ def load(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
 def rows_between(run: Path, start: int, stop: int) -> pd.DataFrame:
     """Rows `start` up to `stop` of a run's metrics.parquet, as a cell's record names them."""
-    return frame_of_table(pq.ParquetFile(run / METRICS).read(use_threads=False).slice(start, stop - start))
+    return _frame(pq.ParquetFile(run / METRICS).read(use_threads=False)).iloc[start:stop].reset_index(drop=True)
 
 
 def _read(file: Path, count: int | None, dropped: Set[int]) -> pd.DataFrame:
@@ -298,7 +299,12 @@ def _read(file: Path, count: int | None, dropped: Set[int]) -> pd.DataFrame:
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"{str(file)!r} is not a readable parquet file; remove it or restore it") from error
     kept = [i for i in range(table.num_rows if count is None else min(count, table.num_rows)) if i not in dropped]
-    return frame_of_table(table).iloc[kept]
+    return _frame(table).iloc[kept]
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    """The rows of one metrics.parquet, with the columns that an old version did not write filled in."""
+    return fill_missing_columns(frame_of_table(table), table.column_names)
 
 
 def _now() -> str:

@@ -21,12 +21,10 @@ from kvbench.measures.settings import Memory
 from kvbench.measures.subprocess_cell import can_have_children, in_fresh_process
 from kvbench.models.load import ModelSpec, load_model
 from kvbench.progress import Progress
-from kvbench.results.row import Row
+from kvbench.results.row import MEMORY_PARTS, Row
 
 WARM_UP = 256
 """Tokens of a prompt that nothing is measured on."""
-
-PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis", "state")
 
 
 def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
@@ -213,7 +211,7 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
         ("held_bytes", held.held, "bytes"),
         ("slack_bytes", held.slack, "bytes"),
         ("dense_bytes", dense, "bytes"),
-        *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
+        *((f"held_bytes.{part}", held.parts[part], "bytes") for part in MEMORY_PARTS if part in held.parts),
         ("engaged", float(cache.has_compressed), "share"),
         ("kept_tokens", cache.kept_tokens, "tokens"),
         ("positions_processed", cache.positions_processed, "positions"),

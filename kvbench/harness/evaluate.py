@@ -22,8 +22,8 @@ from kvbench.measures.question_rows import BETTER, BLIND
 from kvbench.measures.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
 from kvbench.models.load import load_model, model_spec
 from kvbench.progress import Progress
-from kvbench.report.tables.published import print_published, published_of
 from kvbench.report.tables.measure_tables import TerminalTable
+from kvbench.report.tables.published import print_published, published_of
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
 from kvbench.results.row import Row, frame_of, rows_of

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the report; 0 if it was written, 2 after one line on stderr if the input cannot be used."""
     parser = _Parser(
         prog="python -m kvbench.report",
-        description="Write report.html, report.md, tables and figures from run folders, also while they are still running.",
+        description="Write report.html, report.md, tables and figures from run folders, finished or still running.",
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", type=Path, help="run folder or folder of them")
     parser.add_argument(

@@ -15,8 +15,8 @@ from kvbench.errors import EXIT_SOME_FAILED
 from kvbench.measures.context import Bench, Entry, Finding
 from kvbench.measures.latency.decode_times import slope
 from kvbench.measures.settings import Latency
-from kvbench.report.tables.published import Published, print_published
 from kvbench.report.tables.measure_tables import TerminalTable
+from kvbench.report.tables.published import Published, print_published
 from kvbench.results.claims import Claims, beating
 from kvbench.results.folder import STATUS, RunFolder
 from kvbench.results.ledger import DONE, Ledger, Record, record_rows, settled, standing

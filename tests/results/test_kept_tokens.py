@@ -20,7 +20,7 @@ from kvbench.measures.perplexity.windows import perplexity
 from kvbench.measures.settings import Needle, Perplexity
 from kvbench.methods.pyramid import Pyramid
 from kvbench.report.__main__ import main as report
-from kvbench.report.kept import _figure
+from kvbench.report.figures.kept_tokens import _figure
 from kvbench.results.folder import find_runs
 from kvbench.results.kept_tokens import COUNTED, KEPT, Kept, read_kept, to_table
 from kvbench.results.row import KNOBS, Row

@@ -191,8 +191,8 @@ def _eager_beside_captured(rows: Iterable[Row], names: Mapping[Config, str]) -> 
         if setting in captured:
             yield ReportWarning(
                 "eager beside captured",
-                f"{name_list(sorted(methods), MOST_NAMES)}: these steps launch kernel by kernel, other methods replay a "
-                "CUDA graph, so only these times contain launch overhead. Type latency.graph=false to time all alike",
+                f"{name_list(sorted(methods), MOST_NAMES)}: these steps launch kernel by kernel, other methods replay "
+                "a CUDA graph, so only these times contain launch overhead. Type latency.graph=false to time all alike",
             )
 
 

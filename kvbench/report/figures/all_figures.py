@@ -80,16 +80,16 @@ FIGURES = (
         "perplexity_budget",
         perplexity_by_budget,
         "Perplexity against budget",
-        "Perplexity against the tokens kept per KV head; vertical lines: 95% interval of the paired difference from the "
-        "full cache (dashed line)",
+        "Perplexity against the tokens kept per KV head; vertical lines: 95% interval of the paired difference from "
+        "the full cache (dashed line)",
     ),
     FigureKind("needle", needle_maps, "Needle in a haystack", "Needles found out of those hidden, by length and depth"),
     FigureKind(
         "kl_position",
         kl_by_position,
         "KL by position",
-        "KL against the full cache by position of the scored token; one panel for each method, all others in grey; pale "
-        "to full colour: smallest to largest budget",
+        "KL against the full cache by position of the scored token; one panel for each method, all others in grey; "
+        "pale to full colour: smallest to largest budget",
     ),
     FigureKind(
         "latency_context",
@@ -121,7 +121,7 @@ LOSS_BY_WINDOW = (
 def draw_all(
     rows: Sequence[Row], folder: Path, samples: Sequence[WindowSample] = (), runs: Sequence[Path] = ()
 ) -> list[DrawnFigure]:
-    """Draw every figure that rows, samples and the kept tokens of `runs` allow into `folder`; returns what was drawn."""
+    """Draw every figure for which there are rows, samples or kept tokens of `runs` into `folder`; returns them."""
     scored = (sample.row for sample in samples)  # a run that is still going may have samples without rows
     looks = styles(display_name(row) for row in (*rows, *scored) if row.method)
     rows, left_out = _drawable(rows)

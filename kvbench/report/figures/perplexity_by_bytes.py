@@ -30,7 +30,7 @@ WIDEST = 50.0
 
 @dataclass(frozen=True)
 class PerplexityPoint:
-    """One method. held: bytes of one sequence. context: where the bytes were measured. low, high: the interval of ppl."""
+    """One method. held: bytes of one sequence, measured at `context`. low, high: the interval of ppl."""
 
     drawn: Drawn
     held: float

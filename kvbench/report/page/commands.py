@@ -45,8 +45,9 @@ class RecordedRun:
     def context_setting(self, measure: str) -> tuple[str, bool] | None:
         """Dotted name of the setting with a measure's prompt lengths, and whether it is a list; None without one."""
         node = self.config.get(measure)
-        node = node if isinstance(node, Mapping) else _shipped_settings(measure)
-        return next(((f"{measure}.{name}", name != "context") for name in CONTEXT_SETTINGS if name in node), None)
+        known = {*_shipped_settings(measure), *(node if isinstance(node, Mapping) else ())}
+        found = next((name for name in CONTEXT_SETTINGS if name in known), None)
+        return None if found is None else (f"{measure}.{found}", found != "context")
 
 
 def command_of(row: Row, run: RecordedRun) -> str | None:

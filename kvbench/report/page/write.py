@@ -1,4 +1,4 @@
-"""Writes the report folder: report.html and report.md, every table as CSV, Parquet, Markdown and LaTeX, every figure."""
+"""Writes the report folder: report.html, report.md, figures, and tables as CSV, Parquet, Markdown and LaTeX."""
 
 from __future__ import annotations
 

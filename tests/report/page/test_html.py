@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.page import write_report
+from kvbench.report.page.write import write_report
 from kvbench.results.row import Row
-from tests.report.test_report import OOM, run_of
+from tests.report.synthetic import OOM, run_of
 from tests.shared.rows import METHODS, rows
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -62,7 +62,7 @@ def test_the_page_holds_everything_in_itself(page_file: Path) -> None:
     addresses = re.findall(r'(?:src|href)="([^"]+)"', text)
     assert addresses and all(address.startswith(("data:", "#")) for address in addresses)
     assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text
-    for expected in ("run failed", "it broke", "still running", "oom", "boom", "22.31", "What the data cannot say"):
+    for expected in ("run failed", "it broke", "still running", "oom", "boom", "22.31", "What the data do not show"):
         assert expected in text
     assert "kvbench method=h2o store=int4 bits=4 budget=256 window=128 variant=sum" in text
 

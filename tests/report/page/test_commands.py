@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from kvbench.config import MethodConfig, entry_overrides, method_config
-from kvbench.report.commands import Recorded, command_of
+from kvbench.report.page.commands import RecordedRun, command_of
+from kvbench.results.recorded_config import read_config
 from kvbench.results.row import KNOBS, Row
 
 ENTRIES = (
@@ -45,7 +46,7 @@ def test_the_command_gives_the_same_method(entry: str, preset: str) -> None:
     with initialize_config_module("kvbench.conf", version_base="1.3"):
         method = composed([*entry_overrides(name), *knobs])
         sweep = f"python -m kvbench -m {preset}budget=128,256 perplexity.context=512,1024 needle.samples=2 threads=1"
-        command = command_of(row_of(method), Recorded(sweep))
+        command = command_of(row_of(method), RecordedRun(sweep))
         assert command is not None
         words = shlex.split(command)[3:]
         config = compose("config", words)
@@ -59,7 +60,7 @@ def test_what_was_swept_over_is_taken_from_the_runs_own_config(tmp_path) -> None
     (tmp_path / "config.yaml").write_text("model: {name: one}\nperplexity: {windows: 4}\n")
     sweep = "python -m kvbench -m model=one,two perplexity.windows=2,4 method=full"
     row = Row(method="full", store="dense", measure="perplexity", context=64)
-    command = command_of(row, Recorded(sweep, tmp_path))
+    command = command_of(row, RecordedRun(sweep, read_config(tmp_path)))
     assert command is not None
     assert shlex.split(command)[3:] == [
         "method=full",
@@ -68,4 +69,13 @@ def test_what_was_swept_over_is_taken_from_the_runs_own_config(tmp_path) -> None
         "perplexity.windows=4",
         "perplexity.context=64",
     ]
-    assert command_of(row, Recorded("pytest")) is None
+    assert command_of(row, RecordedRun("pytest")) is None
+
+
+def test_settings_of_other_measures_are_left_out_also_of_measures_from_outside() -> None:
+    config = {"measure": ["entropy", "surprise"], "entropy": {"contexts": [64], "bins": 4}, "surprise": {"rank": 2}}
+    run = RecordedRun("python -m kvbench measure=[entropy,surprise] entropy.bins=4 surprise.rank=2 threads=1", config)
+    command = command_of(Row(method="full", store="dense", measure="entropy", context=64), run)
+    assert command is not None
+    words = ["method=full", "measure=[entropy]", "entropy.bins=4", "threads=1", "entropy.contexts=[64]"]
+    assert shlex.split(command)[3:] == words

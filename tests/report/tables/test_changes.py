@@ -1,4 +1,4 @@
-"""What moved between two sweeps: beyond intervals, what came and went, and nothing else."""
+"""Changes between two sweeps: beyond intervals, new, gone, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvbench.report.__main__ import main
-from kvbench.report.against import moves
+from kvbench.report.tables.changes import changes
 from kvbench.results.row import Row
-from tests.report.test_report import OOM, run_of
+from tests.report.synthetic import OOM, run_of
 from tests.shared.rows import rows
 
 Change = Callable[[Row], Row]
@@ -21,19 +21,19 @@ def changed(made: list[Row], method: str, metric: str, change: Change) -> list[R
     return [change(row) if (row.method, row.store, row.metric) == (method, "dense", metric) else row for row in made]
 
 
-def kinds(old: list[Row], new: list[Row]) -> list[tuple[str, str | None, str | None]]:
-    return [(move.kind, move.row.method, move.row.metric) for move in moves(old, new)[0]]
+def against_kinds(old: list[Row], new: list[Row]) -> list[tuple[str, str | None, str | None]]:
+    return [(move.kind, move.row.method, move.row.metric) for move in changes(old, new)[0]]
 
 
 def test_the_same_sweep_does_not_move() -> None:
-    found, same = moves(rows(), rows())
+    found, same = changes(rows(), rows())
     assert found == [] and same == len({row for row in rows()})
 
 
 def test_within_the_interval_nothing_moved_and_beyond_it_the_direction_is_told() -> None:
     old = rows(measures=["perplexity"])
     within = changed(old, "h2o", "nll_minus_full", lambda row: replace(row, value=row.value + 0.005))  # type: ignore[operator]
-    assert kinds(old, within) == []
+    assert against_kinds(old, within) == []
     for shift, kind in ((0.05, "worse"), (-0.05, "better")):
         beyond = changed(
             old,
@@ -41,25 +41,25 @@ def test_within_the_interval_nothing_moved_and_beyond_it_the_direction_is_told()
             "nll_minus_full",
             lambda row, by=shift: replace(row, value=row.value + by, low=row.low + by, high=row.high + by),  # type: ignore[misc]
         )
-        assert kinds(old, beyond) == [(kind, "h2o", "nll_minus_full")]
+        assert against_kinds(old, beyond) == [(kind, "h2o", "nll_minus_full")]
 
 
 def test_counted_numbers_need_no_interval_and_sampled_ones_do() -> None:
     old = rows(measures=["memory"], contexts=[512])
     bigger = changed(old, "h2o", "held_bytes", lambda row: replace(row, value=row.value + 1))  # type: ignore[operator]
-    assert kinds(old, bigger) == [("worse", "h2o", "held_bytes")]
+    assert against_kinds(old, bigger) == [("worse", "h2o", "held_bytes")]
     old = rows(measures=["latency"], contexts=[512])
     slower = changed(old, "h2o", "tpot_p50_ms", lambda row: replace(row, value=row.value * 2))  # type: ignore[operator]
-    assert kinds(old, slower) == [("no interval", "h2o", "tpot_p50_ms")]
+    assert against_kinds(old, slower) == [("no interval", "h2o", "tpot_p50_ms")]
 
 
 def test_what_came_went_or_failed_is_one_line_each() -> None:
     old = rows(measures=["perplexity"])
     without = [row for row in old if row.method != "kivi2"]
-    assert [kind for kind, *_ in kinds(old, without)] == ["gone"]
-    assert [kind for kind, *_ in kinds(without, old)] == ["new"]
+    assert [kind for kind, *_ in against_kinds(old, without)] == ["gone"]
+    assert [kind for kind, *_ in against_kinds(without, old)] == ["new"]
     failed = replace(OOM, status="failed", note="boom")
-    assert [kind for kind, *_ in kinds([OOM], [failed])] == ["status"]
+    assert [kind for kind, *_ in against_kinds([OOM], [failed])] == ["status"]
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

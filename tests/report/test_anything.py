@@ -30,6 +30,7 @@ from kvbench.report.compare.names import display_name
 from kvbench.report.compare.warnings import find_warnings, remarks
 from kvbench.report.compare.window_samples import WindowSample, read_samples
 from kvbench.report.figures.all_figures import FIGURES
+from kvbench.report.figures.bars import bandwidth_bars
 from kvbench.report.figures.layout import styled
 from kvbench.report.figures.method_panels import loss_by_window
 from kvbench.report.figures.style import styles
@@ -155,19 +156,19 @@ def loaded(made: Rows) -> list[Row]:
 def test_figures_hold_something_and_say_nothing_absurd(case: str) -> None:
     made = loaded(CASES[case](small()))
     looks = styles(display_name(row) for row in made if row.method)
-    for name, draw, *_ in FIGURES:
-        figure = draw(made, looks)
+    for kind in FIGURES:
+        figure = kind.draw(made, looks)
         if figure is not None:
-            assert faults(figure) == [], name
+            assert faults(figure) == [], kind.name
         plt.close("all")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_figures_of_a_part_of_the_rows(seed: int) -> None:
     random_rows = loaded(random.Random(seed).sample(small(), 40))
-    for name, draw, *_ in FIGURES:
-        figure = draw(random_rows)
-        assert figure is None or faults(figure) == [], name
+    for kind in FIGURES:
+        figure = kind.draw(random_rows)
+        assert figure is None or faults(figure) == [], kind.name
 
 
 def faults(figure: Figure) -> list[str]:
@@ -327,5 +328,5 @@ def test_two_models_of_one_name_are_told_apart() -> None:
         "org/Toy-135M",
         "another/Toy-135M",
     }
-    titles = {axes.get_title() for name, draw, *_ in FIGURES if name == "bandwidth" for axes in draw(made).axes}  # type: ignore[union-attr]
+    titles = {axes.get_title() for axes in bandwidth_bars(made).axes}  # type: ignore[union-attr]
     assert titles == {"org/Toy-135M", "another/Toy-135M"}

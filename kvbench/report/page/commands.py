@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
+from kvbench.report.compare.measures import shipped_config, shipped_measures, shipped_settings
 from kvbench.results.row import KNOBS, Row
 
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
@@ -40,12 +37,12 @@ class RecordedRun:
     def measures(self) -> frozenset[str]:
         """Root settings that belong to one measure: those that the run or kvbench's config lists as measures."""
         known = self.config.get("measure")
-        return _shipped_measures() | frozenset(map(str, known) if isinstance(known, list) else ())
+        return frozenset(shipped_measures()) | frozenset(map(str, known) if isinstance(known, list) else ())
 
     def context_setting(self, measure: str) -> tuple[str, bool] | None:
         """Dotted name of the setting with a measure's prompt lengths, and whether it is a list; None without one."""
         node = self.config.get(measure)
-        known = {*_shipped_settings(measure), *(node if isinstance(node, Mapping) else ())}
+        known = {*shipped_settings(measure), *(node if isinstance(node, Mapping) else ())}
         found = next((name for name in CONTEXT_SETTINGS if name in known), None)
         return None if found is None else (f"{measure}.{found}", found != "context")
 
@@ -95,39 +92,7 @@ def _method(row: Row) -> dict[str, str]:
         if value is not None and not (name in ("k_bits", "v_bits") and value == row.bits):
             settings[name] = value
     others = json.loads(row.knobs) if row.knobs else {}
-    settings |= {key: value for key, value in others.items() if key in _root_settings() and value is not None}
+    settings |= {key: value for key, value in others.items() if key in shipped_config() and value is not None}
     if row.seed:
         settings.setdefault("seed", row.seed)
     return {key: f"{value:.10g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
-
-
-@functools.cache
-def _shipped_config() -> Mapping[str, Any]:
-    """conf/config.yaml, in which knobs are root keys."""
-    text = resources.files("kvbench.conf").joinpath("config.yaml").read_text(encoding="utf-8")
-    content: Mapping[str, Any] = yaml.safe_load(text)
-    return content
-
-
-@functools.cache
-def _root_settings() -> frozenset[str]:
-    return frozenset(_shipped_config())
-
-
-@functools.cache
-def _shipped_measures() -> frozenset[str]:
-    """The measures that kvbench's config lists, and those with a yaml of their own."""
-    folder = resources.files("kvbench.conf").joinpath("measures")
-    files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-    listed: Sequence[str] = _shipped_config().get("measure") or ()
-    return frozenset([*listed, *(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))])
-
-
-@functools.cache
-def _shipped_settings(measure: str) -> Mapping[str, Any]:
-    """The default settings of a measure; {} if kvbench does not ship it."""
-    node = _shipped_config().get(measure)
-    file = resources.files("kvbench.conf").joinpath("measures", f"{measure}.yaml")
-    if node is None and measure.isidentifier() and file.is_file():
-        node = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return node if isinstance(node, Mapping) else {}

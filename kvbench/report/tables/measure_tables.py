@@ -75,7 +75,7 @@ def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None) -
     headlines = headlines_of(measure, lines, recorded)
     if SMALLER in headlines:
         _add_times_smaller(lines)
-    columns, constants = metric_columns(lines, (*headlines, *COUNTS))
+    columns, constants = metric_columns(lines, headlines)
     caption = [*caption_of(lines), *constants, *repeats_text(lines)]
     return Table(
         name=measure,

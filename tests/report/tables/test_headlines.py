@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvbench.report.compare.measures import shipped_headlines
 from kvbench.report.page.write import write_report
-from kvbench.report.tables.headlines import DECLARED, better_of, headlines_of, reading_order
+from kvbench.report.tables.headlines import COUNTS, better_of, headlines_of, reading_order
 from kvbench.report.tables.measure_tables import TerminalTable, build_tables
 from kvbench.results.folder import RunFolder
 from kvbench.results.headline import Headline
@@ -61,8 +62,8 @@ def test_without_recorded_headlines_every_metric_is_shown_in_its_unit() -> None:
 
 def test_recorded_headlines_replace_the_declared_ones() -> None:
     recorded = {"perplexity": (Headline("ppl", "mine"),)}
-    assert [one.title for one in headlines_of("perplexity", [], recorded)] == ["mine"]
-    assert headlines_of("latency", [], recorded) == DECLARED["latency"]
+    assert headlines_of("perplexity", [], recorded) == (*recorded["perplexity"], *COUNTS)
+    assert headlines_of("latency", [], recorded) == shipped_headlines("latency") != ()
 
 
 def test_an_unknown_format_is_shown_with_three_digits() -> None:

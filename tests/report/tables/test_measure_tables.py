@@ -93,7 +93,7 @@ def test_failed_cells_stay_in_the_table() -> None:
 
 def test_an_unknown_measure_gets_a_table_of_its_own() -> None:
     made = [replace(BASE, method="full", measure="speed_of_light", metric="length_ratio", value=1.25)]
-    assert column(table(made, "fidelity"), "length_ratio") == ["1.25"]
+    assert column(table(made, "speed_of_light"), "length_ratio") == ["1.25"]
 
 
 def test_what_a_step_reads_stands_beside_its_time() -> None:

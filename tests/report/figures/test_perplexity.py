@@ -15,7 +15,7 @@ from matplotlib.transforms import Bbox
 
 from kvbench.report.compare.comparison import lines_of
 from kvbench.report.compare.names import display_name
-from kvbench.report.figures.perplexity_by_bytes import perplexity_bounds, perplexity_by_bytes
+from kvbench.report.figures.perplexity import perplexity_bounds, perplexity_by_bytes
 from kvbench.report.figures.quality_by_bytes import pareto_front, quality_by_bytes
 from kvbench.results.row import Row
 from tests.report.synthetic import sweep

@@ -7,7 +7,7 @@ from kvbench.report.compare.declared import shipped_headlines, shipped_measures,
 from kvbench.results.row import Row
 
 
-def test_traits_come_from_the_config_and_are_unknown_for_what_is_not_there() -> None:
+def test_traits_come_from_the_yaml_files_and_are_none_without_one() -> None:
     assert traits_of(Row(method="h2o", store="int4")).shrinks == "tokens, bits"
     assert traits_of(Row(method="h2o", knobs='{"decode": "append"}')).bounded is False
     assert traits_of(Row(method="of_mine", store="../../secret")).shrinks is None

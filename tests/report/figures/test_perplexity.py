@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from kvbench.report.compare.comparison import lines_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.figures.perplexity import perplexity_bounds, perplexity_by_bytes
-from kvbench.report.figures.quality_by_bytes import pareto_front, quality_by_bytes
+from kvbench.report.figures.quality_by_bytes import quality_by_bytes
 from kvbench.results.row import Row
 from tests.report.synthetic import sweep
 from tests.shared.rows import BASE, METHODS, rows
@@ -101,9 +101,3 @@ def test_many_names_stand_in_a_legend_and_all_panels_share_their_bytes() -> None
     figure = quality_by_bytes(rows())
     assert figure is not None
     assert len({tuple(np.round(axes.get_xlim(), 6)) for axes in figure.axes}) == 1
-
-
-def test_the_front_holds_what_nothing_beats_in_both() -> None:
-    points = [(1.0, 5.0), (2.0, 6.0), (2.0, 3.0), (4.0, 3.0), (8.0, 1.0)]
-    assert pareto_front(points) == [(1.0, 5.0), (2.0, 3.0), (8.0, 1.0)]
-    assert pareto_front(points, "high") == [(1.0, 5.0), (2.0, 6.0)]

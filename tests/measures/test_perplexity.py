@@ -280,7 +280,7 @@ def test_rows_say_how_they_were_measured() -> None:
             assert row.note is not None and "2 windows of 40 + 10 tokens" in row.note and "no BOS" in row.note
             if metric in ("top1", "top5") and row.value == 1:
                 assert (row.low, row.high) == wilson(row.n, row.n)  # nothing to draw, and no certainty
-            assert "bootstrap over 10 blocks of 2 scored tokens, of these windows alone" in row.note
+            assert "bootstrap over 10 blocks of 2 scored tokens; covers these windows only" in row.note
 
 
 def test_better_than_full_beyond_the_interval_is_said() -> None:

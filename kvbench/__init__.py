@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvbench.cache.calibrate import calibrate
     from kvbench.cache.decode import generate
     from kvbench.harness.adapter import KVBenchLM
-    from kvbench.results.folder import load
+    from kvbench.results.loading import load
 
 __version__ = "0.1.0"
 __all__ = ["KVBenchLM", "build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
@@ -38,7 +38,7 @@ _HOMES = {
     "generate": "kvbench.cache.decode",
     "load_method": "kvbench.api",
     "load_model": "kvbench.api",
-    "load": "kvbench.results.folder",
+    "load": "kvbench.results.loading",
     "KVBenchLM": "kvbench.harness.adapter",
 }
 

@@ -25,7 +25,8 @@ from kvbench.measures import fallbacks as prefills_module
 from kvbench.measures.limits import check_lengths, small_prompts
 from kvbench.measures.settings import Fidelity, Latency, Memory, Perplexity
 from kvbench.progress import Progress
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
+from kvbench.results.run_files import read_status
 from tests.shared.paths import ROOT
 from tests.shared.text import light, methods
 

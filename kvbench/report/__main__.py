@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = _out_folder(given.paths, given.out)
         # Imported late: matplotlib and pandas cost a second that --help and a typing error need not pay.
         from kvbench.report.page import write_report
-        from kvbench.results.folder import check_writable, find_runs
+        from kvbench.results.folder import check_writable
+        from kvbench.results.loading import find_runs
 
         find_runs(given.paths)  # before anything is made
         check_writable(out, "report folder")
@@ -62,7 +63,8 @@ def _against(old: Path, new: Path, others: Sequence[Path], out: Path | None) -> 
 
     from kvbench.report.against import write_against
     from kvbench.report.tables import for_terminal
-    from kvbench.results.folder import check_writable, find_runs
+    from kvbench.results.folder import check_writable
+    from kvbench.results.loading import find_runs
 
     find_runs([old, new])
     out = out or (new.parent if new.is_file() else new) / "against"

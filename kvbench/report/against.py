@@ -15,7 +15,7 @@ from kvbench.report.columns import short_model
 from kvbench.report.names import config_of, labels
 from kvbench.report.table import Column, Table, text_column, to_csv, to_latex, to_markdown
 from kvbench.report.units import interval, significant
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from kvbench.results.row import KNOBS, Row, rows_of
 
 KEY = (

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from kvbench.results.folder import CONFIG
 from kvbench.results.row import KNOBS, Row
+from kvbench.results.run_files import CONFIG
 
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
 # Settings of a sweep that a single cell does not need.

@@ -11,7 +11,7 @@ from kvbench.report.plots import Plot
 from kvbench.report.table import Table, to_markdown
 from kvbench.report.tables import shared_caption
 from kvbench.report.verdict import Advice, advised
-from kvbench.results.folder import PROVENANCE
+from kvbench.results.run_files import PROVENANCE
 
 if TYPE_CHECKING:
     from kvbench.report.page import Report

@@ -28,8 +28,9 @@ from kvbench.report.table import Table, to_csv, to_latex, to_markdown, to_parque
 from kvbench.report.tables import build_tables
 from kvbench.report.traits_table import traits_table
 from kvbench.report.verdict import Advice
-from kvbench.results.folder import METRICS, PROVENANCE, find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row, rows_of
+from kvbench.results.run_files import METRICS, PROVENANCE, read_status
 
 
 @dataclass

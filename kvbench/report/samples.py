@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from kvbench.report.candidates import GROUP
 from kvbench.report.names import is_baseline
-from kvbench.results.folder import METRICS, SAMPLES
 from kvbench.results.row import KNOBS, Row
+from kvbench.results.run_files import METRICS, SAMPLES
 
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
 IGNORED = ("seed",)  # a column of the row, not a knob

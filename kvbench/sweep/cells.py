@@ -19,7 +19,7 @@ from kvbench.config import MethodConfig
 from kvbench.files import plain
 from kvbench.measures.settings import Latency, Setting, context_of, one_by_one, without_context
 from kvbench.results import provenance
-from kvbench.results.folder import resume_key
+from kvbench.results.resume_key import resume_key
 
 TIMED = ("memory", "latency")
 SHARED = ("model", "data", "seed", "kernel", "threads")

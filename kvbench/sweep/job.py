@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,10 @@ from kvbench.measures.settings import Latency
 from kvbench.report.published import Published, print_published
 from kvbench.report.tables import TerminalTable
 from kvbench.results.claims import Claims, beating
-from kvbench.results.folder import STATUS, RunFolder
-from kvbench.results.ledger import DONE, Ledger, Record, record_rows, settled, standing
+from kvbench.results.folder import RunFolder
+from kvbench.results.ledger import DONE, Ledger, Record, latest_status, record_rows, reusable_record
 from kvbench.results.row import KNOBS, Row
+from kvbench.results.run_files import STATUS
 from kvbench.sweep.cells import Cell, Part
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
@@ -60,7 +62,7 @@ class Work:
     def records(self) -> list[Record | None]:
         """Where each cell stands on disk."""
         by_key = self.ledger.by("key")
-        return [standing(by_key.get(cell.key, [])) for cell in self.cells]
+        return [latest_status(by_key.get(cell.key, [])) for cell in self.cells]
 
     def is_settled(self, cell: Cell) -> bool:
         return self._settled(self.ledger.by("key").get(cell.key, [])) is not None
@@ -77,7 +79,7 @@ class Work:
         return None
 
     def _settled(self, records: Sequence[Record]) -> Record | None:
-        return settled(records, self.job.rerun, self.job.since)
+        return reusable_record(records, self.job.rerun, self.job.since)
 
 
 def measure(work: Work, bench: Bench, folder: RunFolder, measures: Measures) -> None:
@@ -111,8 +113,10 @@ def _take(
     for entry, cell in pairs:
         # Looked up after the claim: who finishes a cell records it before giving its claim back.
         if not claims.take(cell.key) or work.is_settled(cell):
+            holder = claims.holder(cell.key)
             claims.release([cell.key])
-            outcomes[cell.id] = [], {"status": "elsewhere", "note": "another process has it, or had it meanwhile"}
+            note = f"another process has it: {holder}" if holder else "another process measured it meanwhile"
+            outcomes[cell.id] = [], {"status": "elsewhere", "note": note}
         elif (context := work.memory_ran_out(cell)) is not None:
             note = f"out of memory at context {context:,} already; skip_larger=false tries all the same"
             row = replace(entry.row, measure=part.measure, context=part.context, status="skipped", note=note)
@@ -121,7 +125,7 @@ def _take(
             taken.append((entry, cell))
             outcomes[cell.id] = [], {"status": "running", "started": time.time()}
     if outcomes:
-        folder.settle(outcomes)
+        folder.update_cells(outcomes)
     return taken
 
 
@@ -158,7 +162,7 @@ def _measure(
         if bench.kept:
             folder.add_kept(bench.kept)
             bench.kept.clear()
-        folder.settle(outcomes)
+        folder.update_cells(outcomes)
 
 
 def _with_remark(row: Row, bench: Bench) -> Row:
@@ -188,7 +192,7 @@ def _slopes(work: Work, bench: Bench, folder: RunFolder, part: Part, taken: list
             for other, cells in work.parts
             if isinstance(other.setting, Latency) and other.context and other.setting.batches == [batch]
         ]
-        found = [standing(by_key.get(context.key, [])) for context in contexts]
+        found = [latest_status(by_key.get(context.key, [])) for context in contexts]
         if any(record is None or record.status not in (*DONE, "failed") for record in found):
             outcomes[cell.id] = [], {"status": "elsewhere", "note": "not all of its contexts are measured yet"}
             continue
@@ -202,7 +206,7 @@ def _slopes(work: Work, bench: Bench, folder: RunFolder, part: Part, taken: list
         rows = [_with_remark(row, bench) for row in slope(entry, medians, batch)]
         outcome = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
         outcomes[cell.id] = rows, {**outcome, "finished": time.time(), "seconds": 0.0}
-    folder.settle(outcomes)
+    folder.update_cells(outcomes)
 
 
 @contextmanager
@@ -217,7 +221,7 @@ def recording(folder: RunFolder, bench: Bench, claims: Claims) -> Iterator[Stops
             status, note = ("interrupted", None) if stopped else ("failed", f"{type(error).__name__}: {error}")
             with stops.held_back(), suppress(OSError):  # on a full disk the files stay as they were
                 open_cells = [cell["id"] for cell in folder.cells if cell["status"] in ("running", "waiting")]
-                folder.settle({cell: ([], {"status": "interrupted"}) for cell in open_cells})
+                folder.update_cells({cell: ([], {"status": "interrupted"}) for cell in open_cells})
                 folder.finish(status, error=note)
             if stopped:
                 why = f" by {error}" if isinstance(error, Terminated) else ""
@@ -248,10 +252,11 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
             continue
         bad += 1
         note = "" if record is None else record.content.get("note") or ""
-        if status in ("running", "waiting", "elsewhere") and record is not None:
+        if status in ("running", "waiting") and record is not None:
             note = f"another process is at it, in {record.run}"
         print(f"kvbench: {status}: {cell.name}{': ' if note else ''}{note}", file=sys.stderr)
-    earlier = sorted({str(record.run) for record in results} - {str(folder.path if folder else "")})
+    own = folder.path.resolve() if folder else None
+    earlier = sorted({str(record.run) for record in results if record.run.resolve() != own})
     if folder is None:
         print(
             f"all {len(records)} cells were measured before; rerun=all measures them again, "
@@ -263,5 +268,5 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
         print(f"measured in: {run}")
     if folder is not None:
         print(f"run folder: {folder.path}")
-    print(f"report:     python -m kvbench.report {folder.path if folder else work.job.results}")
+    print(f"report:     python -m kvbench.report {shlex.quote(str(folder.path if folder else work.job.results))}")
     return EXIT_SOME_FAILED if bad else 0

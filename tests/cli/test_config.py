@@ -26,7 +26,7 @@ from kvbench.config import (
 )
 from kvbench.errors import UserError
 from kvbench.measures.settings import Latency, Memory, Needle, Perplexity, read_settings
-from kvbench.results.folder import resume_key
+from kvbench.results.resume_key import resume_key
 from kvbench.results.row import COLUMNS
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvbench.cli import status
-from kvbench.cli.status import describe, duration, survey
+from kvbench.cli.status import describe, duration
 from kvbench.files import to_json, write_atomic
 from kvbench.results.claims import this_process
 from kvbench.results.folder import RunFolder
 from kvbench.results.row import Row
+from kvbench.sweep.survey import survey
 
 
 def record(
@@ -42,7 +43,7 @@ def plan(folder: Path, records: list[dict[str, Any]], **more: Any) -> None:
 
 def made(where: Path, records: list[dict[str, Any]], **states: dict[str, Any]) -> RunFolder:
     folder = RunFolder.create(where, "x", {}, {}, cells=records)
-    folder.settle(
+    folder.update_cells(
         {
             name: ([Row(method="h2o", value=1.0)] if fields["status"] == "ok" else [], fields)
             for name, fields in states.items()

@@ -30,8 +30,9 @@ from kvbench.harness.evaluate import rows_of
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.report.__main__ import main as report
 from kvbench.report.findings import find_all
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
+from kvbench.results.run_files import read_status
 
 CONTEXT, CONTINUATION = prose(60), " and so it went on"
 

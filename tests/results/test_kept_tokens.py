@@ -21,8 +21,8 @@ from kvbench.measures.settings import Needle, Perplexity
 from kvbench.methods.pyramid import Pyramid
 from kvbench.report.__main__ import main as report
 from kvbench.report.kept import _figure
-from kvbench.results.folder import find_runs
 from kvbench.results.kept_tokens import COUNTED, KEPT, Kept, read_kept, to_table
+from kvbench.results.loading import find_runs
 from kvbench.results.row import KNOBS, Row
 from kvbench.texts.needle_tasks import TASKS
 from tests.shared.models import random_llama

@@ -21,11 +21,12 @@ from kvbench.cli import status
 from kvbench.cli.main import main
 from kvbench.config import MethodConfig
 from kvbench.measures.settings import Latency, Perplexity
-from kvbench.results import claims
+from kvbench.results import claims, run_files
 from kvbench.results import folder as results
 from kvbench.results.claims import Claims, is_alive, this_process
-from kvbench.results.folder import RunFolder, load
+from kvbench.results.folder import RunFolder
 from kvbench.results.ledger import Ledger
+from kvbench.results.loading import load
 from kvbench.results.row import Row
 from kvbench.sweep.cells import Facts, Part, cell_of, parts_of
 from kvbench.sweep.plan import sweep_name
@@ -252,10 +253,10 @@ def test_rows_that_the_status_does_not_count_do_not_count(tmp_path: Path, monkey
 
     monkeypatch.setattr(results, "write_atomic", killed_before_status)
     with pytest.raises(KeyboardInterrupt):
-        folder.settle({"a": ([Row(method="full", value=1.0)], {"status": "ok"})})
+        folder.update_cells({"a": ([Row(method="full", value=1.0)], {"status": "ok"})})
     monkeypatch.undo()
     assert (folder.path / "metrics.parquet").exists() and len(load(tmp_path)) == 0
-    folder.settle({"a": ([Row(method="full", value=2.0)], {"status": "ok"})})
+    folder.update_cells({"a": ([Row(method="full", value=2.0)], {"status": "ok"})})
     assert list(load(tmp_path)["value"]) == [2.0]
 
 
@@ -336,7 +337,7 @@ def test_a_killed_run_keeps_its_cells_and_is_found_out(tmp_path: Path) -> None:
     process.communicate()
     (first,) = runs(tmp_path)
     assert json.loads((first / "status.json").read_text())["status"] == "running"
-    assert results.read_status(first)["status"] == "interrupted"
+    assert run_files.read_status(first)["status"] == "interrupted"
     assert status.main([str(tmp_path)]) == 3
     assert run(tmp_path, *words) == 0
     assert set(times_measured(tmp_path).values()) == {1}
@@ -482,5 +483,5 @@ def test_a_ledger_reads_what_changed(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x", {}, {}, cells=[record])
     ledger = Ledger(tmp_path)
     assert [found.status for found in ledger.records()] == ["waiting"]
-    folder.settle({"a": ([], {"status": "ok"})})
+    folder.update_cells({"a": ([], {"status": "ok"})})
     assert [found.status for found in ledger.records()] == ["ok"]

@@ -107,7 +107,8 @@ def job_records(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
         with suppress(OSError):
             stat = file.stat()
             content = (read_object(file, lambda content: problem_of(content, _JOB)) or {}) if stat.st_size else {}
-            found.append({"overrides": [], "started": stat.st_mtime} | content | {"file": str(file)})
+            known: dict[str, Any] = {"overrides": [], "started": stat.st_mtime}
+            found.append(known | content | {"file": str(file)})
     return [record for record in found if float(record.get("started") or 0) >= since]
 
 

@@ -17,7 +17,7 @@ from kvbench.cli.messages import help_text, names, one_line, root_settings, seve
 from kvbench.cli.status import describe
 from kvbench.config import GROUPS, check_measures, method_configs
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
-from kvbench.sweep.plan import is_setting, job_of, launcher_of, plan_sweep
+from kvbench.sweep.plan import check_hydra_folders, is_setting, job_of, launcher_of, plan_sweep
 from kvbench.sweep.plan_files import LAUNCHER, Sweep, job_record
 from kvbench.sweep.signals import Terminated
 from kvbench.sweep.survey import survey
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     codes: list[int] = []
     try:
         arguments = check_words(arguments)
+        check_hydra_folders(arguments)
         if "-m" in arguments or "--multirun" in arguments:
             return run_sweep(arguments)
         if launcher := launcher_of(arguments):

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.files import find_files
 from kvbench.results.claims import is_alive
-from kvbench.results.row import Row, frame_of_table, rows_of
+from kvbench.results.row import Row, rows_of
 from kvbench.results.run_files import METRICS, STATUS, RunFiles, read_run
 
 DONE = ("ok", "oom", "skipped")
@@ -119,7 +119,6 @@ def latest_status(records: Iterable[Record]) -> Record | None:
 def record_rows(record: Record) -> list[Row]:
     """The rows of a record; none where it has none or they cannot be read."""
     rows = record.content.get("rows")
-    if not rows or record.files.table is None or not record.files.can_read(record.content):
+    if not rows or not record.files.can_read(record.content):
         return []
-    start, stop = rows
-    return rows_of(frame_of_table(record.files.table.slice(start, stop - start)))
+    return rows_of(record.files.frame(range(*rows)))

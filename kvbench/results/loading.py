@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvbench.errors import UserError
 from kvbench.files import find_files
-from kvbench.results.row import frame_of, frame_of_table
+from kvbench.results.row import frame_of
 from kvbench.results.run_files import METRICS, STATUS, RunFiles, read_run
 
 
@@ -80,8 +80,8 @@ def rows_of_runs(runs: Sequence[RunFiles]) -> Loaded:
     for run in runs:
         left_out = replaced.get(run.run, set())
         promised += run.promised - sum(number < run.promised for number in left_out)
-        if run.table is not None:
-            frames.append(frame_of_table(run.table).iloc[[i for i in range(run.found) if i not in left_out]])
+        if run.found:
+            frames.append(run.frame([number for number in range(run.found) if number not in left_out]))
     return Loaded(pd.concat(frames, ignore_index=True) if frames else frame_of([]), promised)
 
 

@@ -6,11 +6,12 @@ A file that is damaged counts as absent, after a warning that names it. Imports 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -33,7 +34,7 @@ from kvbench.results.checks import (
     skip,
 )
 from kvbench.results.claims import is_alive
-from kvbench.results.row import FLAGS, ROW_STATUSES, WEIGHTS, to_schema
+from kvbench.results.row import FLAGS, ROW_STATUSES, WEIGHTS, frame_of, frame_of_table, to_schema
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
     "metrics.parquet",
@@ -104,6 +105,12 @@ class RunFiles:
     def found(self) -> int:
         """How many of the promised rows can be read."""
         return min(self.promised, 0 if self.table is None else self.table.num_rows)
+
+    def frame(self, numbers: Sequence[int]) -> pd.DataFrame:
+        """The rows of these numbers, in nullable dtypes; none where no table can be read."""
+        if self.table is None:
+            return frame_of([])
+        return frame_of_table(self.table).iloc[list(numbers)]
 
     def can_read(self, cell: Mapping[str, Any]) -> bool:
         """Whether the rows that a cell's record names are there."""

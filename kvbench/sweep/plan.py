@@ -9,18 +9,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import initialize_config_module
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import check_measures, method_configs
+from kvbench.composing import composed, shared_compositions
+from kvbench.config import PLAIN_KEYS, check_measures, method_configs
 from kvbench.errors import UserError
-from kvbench.files import to_json, write_atomic
+from kvbench.files import to_json, write_atomic, writing_to
 from kvbench.measures.measure import Measure, read_measure
 from kvbench.results.folder import check_writable, clean_label
 from kvbench.results.ledger import RERUN
+from kvbench.results.leftovers import remove_leftovers
 from kvbench.sweep.cells import Cell, cell_of, common_of, parts_of
 from kvbench.sweep.plan_files import PLAN, Sweep, short_hash
 
@@ -100,13 +102,13 @@ def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
     jobs: list[dict[str, Any]] = []
     cells: dict[str, Cell] = {}
     results: set[str] = set()
-    rerun: str | None = None
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
+    reruns: set[str | None] = set()
+    with initialize_config_module("kvbench.conf", version_base="1.3"), shared_compositions():
         for overrides in expand(words):
-            config = compose("config", overrides)
+            config = composed(overrides, PLAIN_KEYS)
             of_job = job_of(config, None)
             results.add(str(of_job.results))
-            rerun = of_job.rerun
+            reruns.add(of_job.rerun)
             planned: dict[str, Any] = {"overrides": overrides, "cells": [], "refused": None}
             try:
                 found = {cell.id: cell for cell in cells_of(config, overrides)}
@@ -118,18 +120,23 @@ def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
     if len(results) != 1:
         given = ", ".join(sorted(results))
         raise UserError(f"a sweep writes to one results folder, not to {given}; type one results_dir=")
-    folder = Path(results.pop()).absolute() / sweep_name(words)
+    if len(reruns) != 1:
+        raise UserError("a sweep takes one rerun=; type rerun=failed, rerun=all or nothing")
+    root = Path(results.pop()).absolute()
+    folder = root / sweep_name(words)
     check_writable(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     plan = {
         "command": command,
         "started": started,
-        "rerun": rerun,
+        "rerun": reruns.pop(),
         "results": "..",
         "jobs": jobs,
         "cells": [cell.record() for cell in cells.values()],
     }
-    write_atomic(folder / PLAN, to_json(plan))
+    with writing_to(folder, "sweep folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(root)
+        write_atomic(folder / PLAN, to_json(plan))
     return Sweep(folder, started, command)
 
 
@@ -143,6 +150,14 @@ def launcher_of(words: Sequence[str]) -> str | None:
             package = plugin.replace("_", "-")
             raise UserError(f"hydra/launcher={name} needs {package}; type pip install 'kvbench[{extra}]'")
     return name
+
+
+def check_hydra_folders(words: Sequence[str]) -> None:
+    """Raise UserError for a folder of Hydra's own that cannot be made, before Hydra tries to."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and value:
+            check_writable(value.strip("'\""), key)
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -12,8 +12,6 @@ import pytest
 
 from tests.shared.paths import ROOT
 
-DAEMONS = ("slurmctld", "slurmd", "munged")
-
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
@@ -22,7 +20,7 @@ def programs(tmp_path: Path) -> Path:
     folder.mkdir()
     sleep = shutil.which("sleep")
     assert sleep is not None
-    for name in (*DAEMONS, "scontrol"):
+    for name in ("slurmctld", "slurmd", "munged", "scontrol"):
         shutil.copy(sleep, folder / name)
     (folder / "id").write_text("#!/bin/sh\necho 0\n")
     (folder / "id").chmod(0o755)
@@ -59,7 +57,7 @@ def test_stale_pid_files_stop_no_other_process(
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), zip(DAEMONS, ("slurmctld.pid", "slurmd.node1.pid", "munged.pid"), strict=True)
+    ("name", "file"), [("slurmctld", "slurmctld.pid"), ("slurmd", "slurmd.node1.pid"), ("munged", "munged.pid")]
 )
 def test_its_own_daemons_are_stopped(tmp_path: Path, programs: Path, name: str, file: str) -> None:
     home = tmp_path / "slurm"

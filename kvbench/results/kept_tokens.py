@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvbench.results.checks import skip
-from kvbench.results.row import ARROW, KINDS, KNOBS, Row
+from kvbench.results.row import ARROW, KINDS, KNOBS, Row, with_columns
 from kvbench.results.run_files import read_parquet
 
 KEPT = "kept.parquet"
@@ -81,14 +81,7 @@ def _read(file: Path) -> pa.Table | None:
     if table is None:
         return None
     try:
-        # Folders written by other versions may lack a column or have one more.
-        columns = [
-            table[field.name].cast(field.type)
-            if field.name in table.column_names
-            else pa.nulls(table.num_rows, field.type)
-            for field in SCHEMA
-        ]
-        table = pa.Table.from_arrays(columns, schema=SCHEMA)
+        table = with_columns(table, SCHEMA)
         wrong = [name for name, most in COUNTED.items() if not _lies_in(table[name], most)]
     except (pa.ArrowException, KeyError, ValueError) as error:
         skip(file, f"a column holds values of another kind ({error})")

@@ -161,18 +161,24 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return frame_of_table(table_of(list(rows)))
 
 
-def to_schema(table: pa.Table) -> pa.Table:
-    """The table with the columns of `SCHEMA`; raises ArrowInvalid or KeyError where values are of another kind.
+def to_rows(table: pa.Table) -> pa.Table:
+    """The table with the columns of `SCHEMA`. Raises as `with_columns` does."""
+    table = with_columns(table, SCHEMA)
+    status = COLUMNS.index("status")
+    return table.set_column(status, SCHEMA.field(status), pc.fill_null(table["status"], "ok"))
 
-    Folders written by other versions may lack a column, which is null then (status: ok), or have one more.
+
+def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the columns of a schema, null where it lacks one: other versions wrote fewer columns, or more.
+
+    Raises ArrowInvalid, ArrowNotImplementedError or KeyError where values are of another kind.
     """
     known = set(table.column_names)
     columns = [
         table[field.name].cast(field.type) if field.name in known else pa.nulls(table.num_rows, field.type)
-        for field in SCHEMA
+        for field in schema
     ]
-    columns[COLUMNS.index("status")] = pc.fill_null(columns[COLUMNS.index("status")], "ok")
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def frame_of_table(table: pa.Table) -> pd.DataFrame:

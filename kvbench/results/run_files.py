@@ -34,7 +34,7 @@ from kvbench.results.checks import (
     skip,
 )
 from kvbench.results.claims import is_alive
-from kvbench.results.row import FLAGS, ROW_STATUSES, WEIGHTS, frame_of, frame_of_table, to_schema
+from kvbench.results.row import FLAGS, ROW_STATUSES, WEIGHTS, frame_of, frame_of_table, to_rows
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
     "metrics.parquet",
@@ -158,7 +158,7 @@ def read_metrics(run: Path) -> pa.Table | None:
     if table is None:
         return None
     try:
-        table = to_schema(table)
+        table = to_rows(table)
         reason = _wrong_value(table)
     except (pa.ArrowException, KeyError, ValueError) as error:
         reason = f"a column holds values of another kind ({error})"

@@ -18,18 +18,13 @@ import pytest
 from kvbench.results import claims
 from kvbench.results.claims import Claims, is_alive, this_process
 from tests.shared.paths import ROOT
+from tests.shared.processes import owner_of, sleeping
 
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "60"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def owner_of(pid: int) -> dict[str, Any]:
-    return this_process() | {"pid": pid, "start": claims._start_time(pid)}
+    with sleeping() as process:
+        yield process
 
 
 def test_a_claim_belongs_to_one_until_its_owner_is_gone(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared.paths import ROOT
+from tests.shared.processes import sleeping
 
 
 @pytest.fixture
@@ -35,10 +36,8 @@ def stop(home: Path, programs: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "100"])
-    yield process
-    process.kill()
-    process.wait()
+    with sleeping() as process:
+        yield process
 
 
 def test_stale_pid_files_stop_no_other_process(

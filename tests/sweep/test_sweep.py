@@ -12,19 +12,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvbench.cli import status
 from kvbench.cli.main import main
-from kvbench.results import claims, run_files
 from kvbench.results import folder as results
-from kvbench.results.claims import this_process
+from kvbench.results import run_files
 from kvbench.results.folder import RunFolder
 from kvbench.results.loading import load
 from kvbench.results.row import Row
 from kvbench.sweep.plan import sweep_name
+from tests.shared.processes import owner_of, sleeping
 from tests.shared.sweeping import FAULTS, TINY, cells_on_disk, complete, environment, rows, times_measured, wait_until
 
 PPL = (*TINY, "measure=[perplexity]")
@@ -280,14 +279,8 @@ def test_a_killed_run_keeps_its_cells_and_is_found_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "60"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def owner_of(pid: int) -> dict[str, Any]:
-    return this_process() | {"pid": pid, "start": claims._start_time(pid)}
+    with sleeping() as process:
+        yield process
 
 
 def test_a_cell_that_another_has_is_left_to_it(
@@ -301,7 +294,8 @@ def test_a_cell_that_another_has_is_left_to_it(
     claim = second / ".claims" / f"{key[:32]}.json"
     claim.write_text(json.dumps({"owner": owner_of(stranger.pid), "run": "theirs"}))
     assert run(second, *words) == 3
-    assert "another process" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"another process has it: pid {stranger.pid} on" in error and "in theirs, holds it until that" in error
     assert measured(second) == {("full", "perplexity")}
     assert claim.exists()
     stranger.kill()

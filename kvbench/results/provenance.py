@@ -186,7 +186,7 @@ def cpu_name() -> str:
 
 
 def cpu_clock_mhz() -> dict[str, float] | None:
-    """Clocks of the slowest and the fastest core now, and the highest allowed clock. None where the system tells none."""
+    """Clocks of the slowest and the fastest core now, and the highest allowed; None where the system tells none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

@@ -24,11 +24,12 @@ from kvbench.models.checkpoint import ModelSpec, model_spec
 from kvbench.models.load import describe, load_model, load_tokenizer, pick_device, pick_dtype, revision_of
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
-from kvbench.report.published import Published, print_published, published_of
-from kvbench.report.tables import TerminalTable
+from kvbench.report.tables.measure_tables import TerminalTable
+from kvbench.report.tables.published import Published, print_published, published_of
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
 from kvbench.results.ledger import DONE, record_rows
+from kvbench.results.recorded_config import read_config, recorded_headlines
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Work, measure
 from kvbench.sweep.plan import Job, measures_of, node_of
@@ -151,7 +152,8 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
     records = work.records()
     results = [record for record in records if record is not None and record.status in (*DONE, "failed")]
     if rows := [row for record in results for row in record_rows(record)]:
-        Console().print(TerminalTable(rows))
+        headlines = recorded_headlines(read_config(run) for run in dict.fromkeys(record.run for record in results))
+        Console().print(TerminalTable(rows, headlines))
         print_published(published, rows)
     bad = 0
     for cell, record in zip(work.cells, records, strict=True):

@@ -94,9 +94,11 @@ def run_sweep(arguments: list[str]) -> int:
     if launcher and (rows := found.rows()):
         from rich.console import Console
 
-        from kvbench.report.tables import TerminalTable
+        from kvbench.report.tables.measure_tables import TerminalTable
+        from kvbench.results.loading import find_runs
+        from kvbench.results.recorded_config import read_config, recorded_headlines
 
-        Console().print(TerminalTable(rows))
+        Console().print(TerminalTable(rows, recorded_headlines(map(read_config, find_runs(sweep.folder)))))
     print(describe(found))
     print(f"report: python -m kvbench.report {shlex.quote(str(sweep.folder))}")
     return EXIT_SOME_FAILED if not found.complete else EXIT_USER_ERROR if found.refused else 0

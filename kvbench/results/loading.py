@@ -19,11 +19,12 @@ from kvbench.results.run_files import METRICS, STATUS, RunFiles, read_run
 class Loaded:
     """The rows of run folders. promised: how many rows their status.json files count, replaced ones left out.
 
-    Fewer rows than promised: some metrics.parquet is lost or damaged.
+    incomplete: run folders in which fewer rows were found than promised, because metrics.parquet is lost or damaged.
     """
 
     frame: pd.DataFrame
     promised: int
+    incomplete: tuple[Path, ...] = ()
 
     @property
     def found(self) -> int:
@@ -76,13 +77,15 @@ def load_what_is_there(paths: str | Path | Iterable[str | Path]) -> Loaded:
 def rows_of_runs(runs: Sequence[RunFiles]) -> Loaded:
     """The rows of runs that count, and how many there should be."""
     replaced = replaced_rows(runs)
-    frames, promised = [], 0
+    frames, promised, incomplete = [], 0, []
     for run in runs:
         left_out = replaced.get(run.run, set())
         promised += run.promised - sum(number < run.promised for number in left_out)
+        if not left_out.issuperset(range(run.found, run.promised)):
+            incomplete.append(run.run)
         if run.found:
             frames.append(run.frame([number for number in range(run.found) if number not in left_out]))
-    return Loaded(pd.concat(frames, ignore_index=True) if frames else frame_of([]), promised)
+    return Loaded(pd.concat(frames, ignore_index=True) if frames else frame_of([]), promised, tuple(incomplete))
 
 
 def replaced_rows(runs: Iterable[RunFiles]) -> dict[Path, set[int]]:

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
@@ -108,21 +108,53 @@ GRAPH = ", graph"
 """What `kernel` ends in where a step was the replay of a captured CUDA graph."""
 
 COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Row))
-# The columns that tell one compared method from another; the others say what was measured, and where.
-KNOBS = (
-    "method",
-    "store",
-    "bits",
-    "k_bits",
-    "v_bits",
-    "group",
-    "residual",
-    "budget",
-    "sinks",
-    "window",
-    "variant",
-    "knobs",
-)
+
+Role = Literal["folder", "identity", "follows", "knob", "setting", "place", "result"]
+ROLES: dict[Role, tuple[str, ...]] = {
+    "folder": ("run",),
+    "identity": ("model", "revision", "arch", "kv_heads", "converted"),
+    "follows": ("tokenizer", "weights"),
+    "knob": (
+        "method",
+        "store",
+        "bits",
+        "k_bits",
+        "v_bits",
+        "group",
+        "residual",
+        "budget",
+        "sinks",
+        "window",
+        "variant",
+        "knobs",
+    ),
+    "setting": (
+        "protocol",
+        "question",
+        "dataset",
+        "context",
+        "batch",
+        "dtype",
+        "device",
+        "kernel",
+        "threads",
+        "seed",
+        "stride",
+        "bos",
+    ),
+    "place": ("measure", "metric", "depth", "position"),
+    "result": ("value", "unit", "low", "high", "n", "status", "note", "flags"),
+}
+"""What each column says. Every column has one role.
+
+folder: where the row was written. identity: which model. follows: determined by the model, so it tells no two rows
+apart. knob: which method. setting: how it was measured. place: which number of that method and setting this is.
+result: the number and what became of it.
+"""
+KNOBS = ROLES["knob"]
+"""What tells one compared method from another."""
+IDENTITY = (*ROLES["identity"], *KNOBS, *ROLES["setting"])
+"""Rows that agree in these columns belong to one line of a comparison; the columns of role `place` differ inside it."""
 
 
 def _kind(hint: Any) -> type:

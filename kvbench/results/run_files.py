@@ -1,4 +1,4 @@
-"""The files of a run folder, read: status.json, metrics.parquet, provenance.json and config.yaml, each checked.
+"""The files of a run folder, read: status.json, metrics.parquet, provenance.json and samples.jsonl, each checked.
 
 A file that is damaged counts as absent, after a warning that names it. Imports no torch.
 """
@@ -15,7 +15,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml  # type: ignore[import-untyped]
 
 from kvbench.results.checks import (
     LONGEST_NAME,
@@ -34,7 +33,8 @@ from kvbench.results.checks import (
     skip,
 )
 from kvbench.results.claims import is_alive
-from kvbench.results.row import FLAGS, ROW_STATUSES, WEIGHTS, frame_of, frame_of_table, to_rows
+from kvbench.results.old_folders import fill_missing_columns
+from kvbench.results.row import FLAGS, ROW_STATUSES, SCHEMA, WEIGHTS, frame_of, frame_of_table, to_rows
 
 METRICS, SAMPLES, STATUS, CONFIG, PROVENANCE = (
     "metrics.parquet",
@@ -157,9 +157,13 @@ def read_metrics(run: Path) -> pa.Table | None:
     table = read_parquet(file)
     if table is None:
         return None
+    stored = table.column_names
     try:
         table = to_rows(table)
         reason = _wrong_value(table)
+        if not reason and not {"weights", "flags"} <= set(stored):
+            frame = fill_missing_columns(frame_of_table(table), stored)
+            table = pa.Table.from_pandas(frame, schema=SCHEMA, preserve_index=False).replace_schema_metadata()
     except (pa.ArrowException, KeyError, ValueError) as error:
         reason = f"a column holds values of another kind ({error})"
     if reason is not None:
@@ -212,19 +216,7 @@ def read_provenance(run: Path) -> dict[str, Any]:
     return read_object(run / PROVENANCE, lambda content: problem_of(content, _PROVENANCE)) or {}
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """config.yaml of a run folder, the resolved config; {} if there is none or it cannot be used."""
-    try:
-        content = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        skip(run / CONFIG, f"it is no readable YAML file ({error})")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_samples(run: Path) -> list[dict[str, Any]]:
+def sample_records(run: Path) -> list[dict[str, Any]]:
     """The objects in samples.jsonl, one a line; lines that hold none are skipped, with one warning."""
     file, found, bad = run / SAMPLES, [], 0
     try:

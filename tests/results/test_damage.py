@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -20,12 +21,22 @@ import pytest
 
 from kvbench.cli import status
 from kvbench.errors import SkippedFile, UserError
+from kvbench.report.__main__ import main as report
 from kvbench.results.folder import RunFolder
 from kvbench.results.kept_tokens import KEPT, Kept, read_kept
 from kvbench.results.ledger import Ledger, latest_status, record_rows, reusable_record
 from kvbench.results.loading import find_runs, load, load_what_is_there
 from kvbench.results.row import Row
-from kvbench.results.run_files import METRICS, SAMPLES, STATUS, read_metrics, read_samples, read_status
+from kvbench.results.run_files import (
+    CONFIG,
+    METRICS,
+    PROVENANCE,
+    SAMPLES,
+    STATUS,
+    read_metrics,
+    read_status,
+    sample_records,
+)
 from kvbench.sweep.survey import survey
 from tests.shared.paths import ROOT
 from tests.shared.rows import BASE
@@ -261,7 +272,7 @@ def test_lines_that_are_no_samples_are_skipped(tmp_path: Path) -> None:
     run = made(tmp_path, "a")
     (run / SAMPLES).write_text('{"a": "\u2028"}\n3\n' + DEEP + '\n{"b"\n\n{"c": 1}\n', encoding="utf-8")
     with pytest.warns(SkippedFile, match="3 of its lines"):
-        assert read_samples(run) == [{"a": "\u2028"}, {"c": 1}]
+        assert sample_records(run) == [{"a": "\u2028"}, {"c": 1}]
 
 
 def test_folders_in_the_place_of_files_are_skipped(tmp_path: Path) -> None:
@@ -377,3 +388,85 @@ def test_nothing_readable_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
     with pytest.warns(SkippedFile):
         assert load_what_is_there(tmp_path).frame.empty
+
+
+# the report
+
+
+SAMPLES_OF_OTHER_KINDS = [
+    {"measure": "perplexity", "methods": 3},
+    {"measure": "perplexity", "context": [1], "methods": []},
+    {"measure": "perplexity", "methods": [{"method": ["h2o"], "nll": 1}, {"method": "full", "nll": 1}]},
+    {"measure": "perplexity", "methods": [{"method": "h2o", "knobs": {"bits": [1]}, "nll": 1}]},
+    {"measure": "perplexity", "methods": [{"method": "h2o", "store": {}, "knobs": 3, "nll": "low"}]},
+]
+
+
+def test_a_report_of_damaged_folders_shows_the_good_rows_and_counts_the_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path, "a")
+    for content in STATUSES:
+        (made(tmp_path, "b") / STATUS).write_text(content, encoding="utf-8")
+    for number, table in enumerate(TABLES.values()):
+        run = made(tmp_path, f"c{number}")
+        pq.write_table(pa.table({column: values * ROWS for column, values in table.items()}), run / METRICS)
+    for content in ("", "[", DEEP, "[]", "3", '{"packages": 3}', '{"gpus": [3]}', '{"git": "x", "cpu": []}', "\udcff"):
+        run = made(tmp_path, "a")
+        for name in (CONFIG, PROVENANCE, SAMPLES, KEPT):
+            (run / name).write_bytes(content.encode(errors="surrogateescape"))
+    lines = "".join(json.dumps(sample) + "\n" for sample in SAMPLES_OF_OTHER_KINDS)
+    (made(tmp_path, "a") / SAMPLES).write_text(lines)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedFile)
+        rows = agreed_in_report(tmp_path, capsys)
+        assert rows == load_what_is_there(tmp_path).found == 11 * ROWS
+
+
+def agreed_in_report(results: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    """The number of rows that the report says it found; it must be what loading finds."""
+    assert report([str(results)]) == 0, capsys.readouterr().err
+    page = (results / "report" / "report.md").read_text()
+    loaded = load_what_is_there(results)
+    assert f"{loaded.found} rows" in page
+    lost = f"{loaded.found} rows found of {loaded.promised} that the status.json files count"
+    assert (lost in page) == (loaded.found < loaded.promised)
+    return loaded.found
+
+
+def test_report_status_and_resume_agree_on_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where all is well, after a loss, and after what was lost is measured again."""
+    first, second = made(tmp_path, "a", "b"), made(tmp_path, "c")
+    failed = RunFolder.create(tmp_path, "x", {}, {}, cells=[record("d"), record("e")])
+    row = replace(BASE, method="d", status="failed", note="ValueError: no")
+    failed.update_cells({"d": ([row], {"status": "failed", "finished": 1.0})})
+    assert counts(tmp_path) == {"load": 3 * ROWS + 1, "found": 3 * ROWS + 1, "survey": 3 * ROWS + 1, "resume": 3 * ROWS}
+    assert agreed_in_report(tmp_path, capsys) == 3 * ROWS + 1
+    made(tmp_path, "d", "e")
+    assert agreed(tmp_path) == agreed_in_report(tmp_path, capsys) == 5 * ROWS
+    (first / METRICS).write_bytes((first / METRICS).read_bytes()[:-1])
+    (second / METRICS).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedFile)
+        assert agreed(tmp_path) == agreed_in_report(tmp_path, capsys) == 2 * ROWS
+        made(tmp_path, "a", "b", "c")
+        assert agreed(tmp_path) == agreed_in_report(tmp_path, capsys) == 5 * ROWS
+
+
+def test_a_report_without_any_readable_row_says_how_many_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (made(tmp_path, "a") / METRICS).unlink()
+    assert agreed_in_report(tmp_path, capsys) == 0
+
+
+@pytest.mark.parametrize("command", ["kvbench.report", "kvbench.status"])
+def test_a_limit_on_the_size_of_files_and_a_closed_output_are_no_traceback(tmp_path: Path, command: str) -> None:
+    made(tmp_path, "a")
+    line = f"ulimit -f 1; {sys.executable} -m {command} {tmp_path} >&-"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    if command == "kvbench.report":
+        assert done.returncode == 2 and "report folder" in done.stderr and "File too large" in done.stderr
+    else:
+        assert done.returncode == 0 and done.stderr == ""

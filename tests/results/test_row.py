@@ -1,4 +1,4 @@
-"""The columns of a row, and rows as a table."""
+"""The columns of a row and their roles, and rows as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from kvbench.results.folder import RunFolder
 from kvbench.results.loading import load
-from kvbench.results.row import COLUMNS, Row, frame_of
+from kvbench.results.row import COLUMNS, IDENTITY, KNOBS, ROLES, Row, frame_of, rows_of
+from tests.report.synthetic import OOM
 from tests.shared.rows import BASE, rows
 
 DESIGNED = """
@@ -68,3 +69,18 @@ def test_numbers_of_numpy_and_budgets_of_both_kinds_survive(tmp_path: Path) -> N
     assert frame["value"].tolist() == [0.5, math.inf]
     assert frame["budget"].tolist() == [256.0, 0.25]
     assert frame["n"][0] == 3 and frame["n"][1] is pd.NA
+
+
+def test_frame_and_rows_are_the_same_thing() -> None:
+    made = [*rows(), OOM, Row(knobs="{}", converted=True)]
+    assert rows_of(frame_of(made)) == made
+
+
+def test_every_column_has_one_role() -> None:
+    roles = [column for columns in ROLES.values() for column in columns]
+    assert sorted(roles) == sorted(COLUMNS) and len(set(roles)) == len(roles)
+
+
+def test_identity_is_model_method_and_setting() -> None:
+    assert set(IDENTITY) == {*ROLES["identity"], *ROLES["knob"], *ROLES["setting"]}
+    assert set(KNOBS) == set(ROLES["knob"]) and not set(IDENTITY) & {*ROLES["result"], *ROLES["place"]}

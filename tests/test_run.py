@@ -31,7 +31,8 @@ from kvbench.measures.memory import Memory
 from kvbench.measures.perplexity import Perplexity
 from kvbench.measures.target import Target
 from kvbench.progress import Progress
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
+from kvbench.results.run_files import read_status
 from tests.shared.paths import ROOT
 from tests.shared.text import light, methods
 
@@ -89,7 +90,7 @@ def test_a_cell_that_fails_is_a_row_and_costs_no_other(how: str, capsys: pytest.
     assert "h2o" in output.out  # the table of what there is
 
 
-def test_memory_is_measured_in_fresh_processes_and_one_that_fails_costs_no_other() -> None:
+def test_memory_is_measured_in_subprocesses_and_one_that_fails_costs_no_other() -> None:
     words = ["measure=[memory]", "memory.contexts=[32]", "memory.tokens=4"]
     assert main([*TINY, *words, f'compare=[full,"{breaks("failed", 34)}"]', "budget=12"]) == 3
     frame = load(the_run())

@@ -17,7 +17,7 @@ from kvbench.measures.perplexity import Perplexity
 from kvbench.methods.full import Full
 from kvbench.methods.lowrank import LowRank
 from kvbench.models.load import LoadedModel, load_model, model_spec
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from kvbench.texts.load import load_text, tokenize
 from tests.shared.text import light
 

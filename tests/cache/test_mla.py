@@ -48,7 +48,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
 from kvbench.models.shape import shape_of
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from tests.shared.reference import along_channels, attention_matrix, attention_output
 from tests.shared.text import light
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvbench.methods
 from kvbench.cli.main import main
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from tests.shared.paths import ROOT
 
 DOCUMENT = (ROOT / "CONTRIBUTING.md").read_text()

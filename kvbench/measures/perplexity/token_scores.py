@@ -1,4 +1,4 @@
-"""What a scored token is worth: its NLL, and how far the prediction is from the full cache's."""
+"""Scores of each token: its NLL, and the distance of the prediction from the full cache's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from kvbench.cache.forward import forward
 from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
-"""What needs the full cache's prediction of the same token."""
+"""Columns that compare with the full cache's prediction of the same token."""
 TOP = 5
 
 
@@ -70,7 +70,7 @@ class Scorer:
             self.done += 1
 
     def close(self, scores: Scores) -> None:
-        """Hand over what was scored, and what the cache had come to."""
+        """Add the scored columns, the kept tokens and the held bytes to `scores`."""
         found = {name: torch.stack(steps, dim=1) for name, steps in self.steps.items() if len(steps) == self.done}
         for name, column in found.items():
             scores.columns.setdefault(name, []).append(column)
@@ -80,13 +80,13 @@ class Scorer:
 
 
 def predictions(context: RunContext, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
-    """Logits [B, V] for each target in turn, and whether they were made after something had been compressed.
+    """Logits [B, V] for each target in turn, and whether the cache had been compressed before them.
 
     Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
     """
     model = context.loaded.model
     if isinstance(cache, PrefixCache):
-        # One forward over everything scores all targets; timing recompute is the latency measure's business.
+        # One forward over everything scores all targets; the latency measure times recompute.
         ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
         cache.positions_processed += ids.shape[1]
         for logits in forward(model, ids, None, targets.shape[1]).unbind(1):

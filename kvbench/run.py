@@ -209,7 +209,7 @@ def entries_of(
         layout = {"mla": loaded.mla} if loaded.mla else {}
         others = _json(method_config.others | own_seed | layout)
         decode = decode_kernel(method, loaded.model, loaded.dtype, config.kernel)
-        kernel = "sdpa" if method.rule.needs_ids or method.store.brings_cache else decode.name
+        kernel = decode.name if method.kind == "slots" else "sdpa"
         if reason := getattr(decode, "reason", ""):
             progress.say(f"note: {label} decodes on the {decode.name} kernel: {reason}")
         row = replace(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvbench.cache.store import Buffer
+from kvbench.cache.slots import Buffer
 
 
 @dataclass

@@ -9,7 +9,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from kvbench.cache.store import Buffer, SlotShape, scatter_rows
+from kvbench.cache.slots import Buffer, SlotShape, scatter_rows
 from kvbench.kernels.parts import Coded
 from kvbench.kernels.quantise import pack
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots, Counts
+from kvbench.cache.counters import DeviceCounters
 from kvbench.cache.rotary import KeyRotation
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape
+from kvbench.cache.store import Store
 from kvbench.kernels.parts import Dense, Part, read_all
 
 
@@ -80,7 +81,7 @@ class CoordinateSlots(Slots):
     def value_parts(self) -> Sequence[Part]:
         return self.codes.value_parts()
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         heads = output.unflatten(1, (self.values.shape[0], -1)).to(self.values.dtype)  # [B, Hkv, Hq/Hkv, q, r]
         return torch.einsum("bhgqr,hdr->bhgqd", heads, self.values).flatten(1, 2).to(output.dtype)
 
@@ -111,5 +112,5 @@ class CapturedCoordinates(CapturedSlots):
     def key_parts(self) -> Sequence[Part]:
         return [self.whole.rebuilt(self.keys)]
 
-    def write(self, counts: Counts, slot: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, device: DeviceCounters, slot: Tensor, key: Tensor, value: Tensor) -> None:
         self.whole.overwrite(slot, key, value)

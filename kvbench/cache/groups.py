@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.rule import is_whole
-from kvbench.cache.store import Buffer, SlotShape, scatter_rows
+from kvbench.cache.slots import Buffer, SlotShape, scatter_rows
 from kvbench.errors import UserError
 from kvbench.kernels import choose
 from kvbench.kernels.cpu import CpuKernel

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.pool import BLOCK_SIZE, Pool, blocks_for, pool_shape
 from kvbench.cache.rule import is_whole
-from kvbench.cache.store import Buffer, DenseStore, Slots, SlotShape, Store
+from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape
+from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
 
@@ -87,8 +87,8 @@ class PagedStore(Store):
             raise UserError(f"block_size={self.block_size} slots for store=paged; type a whole number, as 16")
 
     @property
-    def fits_prompt(self) -> bool:
-        return self.inner.fits_prompt
+    def static_scales(self) -> bool:
+        return self.inner.static_scales
 
     def check(self, key_dim: int, value_dim: int) -> None:
         self.inner.check(key_dim, value_dim)
@@ -170,11 +170,11 @@ class PagedSlots(Slots):
             held.clear()
         self.length = 0
 
-    def turn_query(self, query: Tensor) -> Tensor:
-        return self.pool.slots.turn_query(query)
+    def transform_query(self, query: Tensor) -> Tensor:
+        return self.pool.slots.transform_query(query)
 
-    def turn_back(self, output: Tensor) -> Tensor:
-        return self.pool.slots.turn_back(output)
+    def restore_output(self, output: Tensor) -> Tensor:
+        return self.pool.slots.restore_output(output)
 
     @property
     def has_quantised(self) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.slots import Buffer, Slots, SlotShape
+from kvbench.cache.store import Store
 from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, take
 
 BLOCK_SIZE = 16

@@ -17,14 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import Method, decode_kernel, prefill
 from kvbench.cache.caches import KVCache
-from kvbench.cache.forward import check_ids, forward, n_layers
+from kvbench.cache.decode_kernel import decode_kernel
+from kvbench.cache.forward import check_prompt, forward, n_layers
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.method import Method
 from kvbench.cache.paged import Blocks, PagedSlots, PagedStore
+from kvbench.cache.plan import LayerPlan, slot_shape
 from kvbench.cache.pool import BLOCK_SIZE, Pool, blocks_for
+from kvbench.cache.prefill import prefill
+from kvbench.cache.slots import Buffer
 from kvbench.cache.state import empty_states
-from kvbench.cache.store import Buffer, SlotShape
 from kvbench.errors import UserError
 from kvbench.models.shape import mla_layout
 
@@ -123,7 +126,7 @@ class PrefixPool:
         share: bool = True,
         kernel: str = "auto",
     ) -> None:
-        if not isinstance(method.store, PagedStore) or method.rule.budget is not None or method.rule.needs_ids:
+        if not isinstance(method.store, PagedStore) or method.rule.budget is not None or method.recomputes:
             raise UserError(
                 f"method={method.name} on {type(method.store).__name__} cannot share prefixes: that takes "
                 "blocks, and a rule that keeps every token; type method=full store=paged"
@@ -147,7 +150,7 @@ class PrefixPool:
 
         Raises UserError where model, revision, dtype or store are not the pool's, and PoolEmpty where it is full.
         """
-        check_ids(ids)
+        check_prompt(model, ids)
         if ids.shape[0] != 1:
             raise UserError(f"ids has {ids.shape[0]} rows; requests come one by one, as [1, tokens]")
         for key, mine in identity(model, method, revision).items():
@@ -194,16 +197,7 @@ class PrefixPool:
         if any(layer.scoring.window is not None for layer in record.layers):
             raise UserError(f"{type(model).__name__} {WHOLE_LAYERS}")
         for layer in record.layers[len(self.pools) :]:
-            shape = SlotShape(
-                1,
-                layer.key.shape[1],
-                layer.key.shape[-1],
-                layer.value.shape[-1],
-                0,
-                1,
-                layer.key.dtype,
-                layer.key.device,
-            )
+            shape = slot_shape(layer, 0)
             self.store.check(shape.key_dim, shape.value_dim)
             self.pools.append(self.store.pool(shape, self._size))
         layers = self._empty_layers(method, ids.shape[1] + max_new_tokens)
@@ -230,7 +224,7 @@ class PrefixPool:
         with self._whole_or_not_at_all(cache), kvbench_attention(model):
             for layer, slots, numbers in zip(layers, slots_of(cache), zip(*blocks, strict=True), strict=True):
                 slots.adopt(numbers, n)
-                layer.kept = layer.seen = n
+                layer.adopt(n)
             for piece in ids[:, n:].split(PIECE, dim=1):
                 cache.last_logits = forward(model, piece, cache, logits_to_keep=1)[:, -1].clone()
                 cache.positions_processed += piece.shape[1]
@@ -241,7 +235,8 @@ class PrefixPool:
         for index, (pool, blocks) in enumerate(zip(self.pools, self.blocks, strict=True)):
             slots = PagedSlots(pool, blocks, 1, blocks_for(tokens, pool.block_size))
             position = torch.arange(tokens, dtype=torch.int32, device=pool.device).expand(1, pool.heads, tokens)
-            layers.append(SlotLayer(index, slots, method.rule, None, position, None, PIECE, None, self.kernel))
+            plan = LayerPlan(index, method.rule, self.store, step=PIECE, kernel=self.kernel)
+            layers.append(SlotLayer(plan, slots, position))
         return layers
 
     @contextmanager

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from kvbench.cache.counters import Counters
+from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.mla import Latents
 from kvbench.cache.observe import Observation
 from kvbench.cache.rotary import RotateBack
@@ -90,14 +92,12 @@ class PrefillRecord:
         return self.ids.shape[1]
 
 
-class RecordLayer(CacheLayerMixin):
+class RecordLayer(EngineLayer):
     """A cache layer that keeps a prompt's keys and values as they come, and attends exactly.
 
     latents: where the model has multi-head latent attention, what turns its latents into what is recorded.
     on_host: the record goes to the host's memory as soon as the layer has attended.
     """
-
-    is_sliding = False
 
     def __init__(
         self,
@@ -107,8 +107,9 @@ class RecordLayer(CacheLayerMixin):
         latents: Latents | None = None,
         on_host: bool = False,
     ) -> None:
-        super().__init__()
-        self.index, self.latents, self.on_host, self.seen = index, latents, on_host, 0
+        super().__init__(Counters())
+        self.is_initialized = False
+        self.index, self.latents, self.on_host = index, latents, on_host
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.rotation = rotation
@@ -121,11 +122,12 @@ class RecordLayer(CacheLayerMixin):
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["RecordLayer", Tensor]:
         """Take a whole prompt, [B, Hkv, T, D] and [B, Hkv, T, Dv]."""
-        if self.is_initialized:
+        if self.counters.seen:
             raise RuntimeError("a prefill record takes its prompt in one forward")
         if self.latents is not None:
-            key, value = self.latents.entries(key, value)
-        self.keys, self.values, self.seen, self.is_initialized = key, value, key.shape[2], True
+            key, value = self.latents.keys_and_values(key, value)
+        self.keys, self.values, self.is_initialized = key, value, True
+        self.counters.accept(key.shape[2])
         return self, value
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -142,17 +144,8 @@ class RecordLayer(CacheLayerMixin):
         held = self.keys, self.values
         output = causal_attention(query, *(held if self.latents is None else self.latents.heads(*held)), scoring)
         self.record = record.on_host() if self.on_host else record
-        self.keys = self.values = None  # the record's alone
+        self.keys = self.values = None  # only the record holds them now
         return output
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def record_cache(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvbench.cache.store import Buffer
+from kvbench.cache.slots import Buffer
 from kvbench.models.shape import STATES, layer_kinds
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.build import Method
-from kvbench.cache.caches import AnyCache, PrefixCache
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.rule import EMPTY
 from kvbench.models.load import LoadedModel, ModelSpec
 from kvbench.progress import Progress
@@ -115,10 +115,10 @@ class Bench:
 
         `where` are columns of the row (context=, question=).
         """
-        if not self.save_kept or entry.method.rule.budget is None or isinstance(cache, PrefixCache):
+        if not self.save_kept or entry.method.rule.budget is None:
             return
         row = replace(entry.row, measure=measure, **where)
-        held = {layer.index: layer.kept_positions() for layer in cache.compressible}
+        held = cache.kept_positions()
         self.kept += [
             Kept(
                 row,

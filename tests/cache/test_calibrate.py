@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench import calibrate as calibrate_module
+from kvbench.cache import calibrate as calibrate_module
 from kvbench.cache.build import Method
 from kvbench.cache.calibrate import calibrate, calibration_ids, calibration_slice, check_calibration
 from kvbench.cache.store import DenseStore

@@ -9,8 +9,9 @@ from torch import Tensor
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.counters import CacheFull
 from kvbench.cache.decode import step
-from kvbench.cache.layer import CacheFull, SlotLayer
+from kvbench.cache.layer import SlotLayer
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import Buffer, DenseStore, Store
 from kvbench.methods.adakv import AdaKV

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.bytes import held_bytes
-from kvbench.cache.caches import AnyCache, PrefixCache
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.cache.record import PrefillRecord, clock
 from kvbench.measures.context import Bench, Entry, Finding
@@ -54,7 +54,7 @@ class Timed:
 
     def affordable(self, count: int, timed: bool) -> int:
         """Steps of a turn of `count` that this method gets to run."""
-        if not isinstance(self.cache, PrefixCache):
+        if not self.cache.recomputes:
             return count
         return min(count, RECOMPUTE_STEPS - len(self.step_ms) if timed else 1)
 
@@ -195,7 +195,7 @@ def _generations(
     found = []
     for entry in entries:
         with bench.cell(entry, "latency", context=context, batch=record.ids.shape[0]):
-            if not entry.method.rule.needs_ids:
+            if not entry.method.recomputes:
                 found.append(generation(bench, settings, entry, record))
     return [each for each in found if not bench.failed(each.entry, "latency", context=context, batch=each.batch)]
 
@@ -233,7 +233,7 @@ def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int, machine
             **bounds(percentile_interval(times, percent, bench.seed)),
         )
     yield replace(many, metric="steady", value=float(steady), unit="yes")
-    if not isinstance(run.cache, PrefixCache):
+    if not run.cache.recomputes:
         yield from _bandwidth_rows(bench, run, many)
     for metric, unit, number in (
         ("engaged", "share", float(run.cache.has_compressed)),

@@ -34,7 +34,7 @@ class Timed:
 def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
     """Row tokens_per_s a method, its batch the largest power of two that fits, with its prefill, beside the model."""
     for entry in bench.entries:
-        if entry.method.rule.needs_ids:
+        if entry.method.recomputes:
             continue
         with bench.cell(entry, "latency", context=context):
             found: Timed | None = None

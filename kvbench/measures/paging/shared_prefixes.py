@@ -38,7 +38,7 @@ class Served:
 
 def check_paging(method: Method) -> None:
     """Raise UserError for a method that does not keep every token."""
-    if method.rule.budget is not None or method.rule.needs_ids:
+    if method.rule.budget is not None or method.recomputes:
         raise UserError(
             f"measure=paging compares memory where every token stays, and method={method.name} gives some "
             "up; leave it out, or type method=full store=paged"

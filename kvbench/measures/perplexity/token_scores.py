@@ -1,6 +1,5 @@
 """What a scored token is worth: its NLL, and how far the prediction is from the full cache's."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -8,9 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.bytes import held_bytes
-from kvbench.cache.caches import AnyCache, PrefixCache
-from kvbench.cache.decode import step
-from kvbench.cache.forward import forward
+from kvbench.cache.caches import AnyCache
 from kvbench.measures.context import Bench, Entry
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
@@ -46,7 +43,7 @@ class Scorer:
 
     def __init__(self, bench: Bench, entry: Entry, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
         self.entry, self.cache, self.targets, self.done = entry, cache, targets, 0
-        self.predictions = predictions(bench, cache, targets, step)
+        self.predictions = cache.predictions(bench.loaded.model, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
 
     @torch.inference_mode()
@@ -77,27 +74,6 @@ class Scorer:
         scores.kept.append(self.cache.kept_tokens)
         scores.held.append(held_bytes(self.cache.buffers()).held)
         scores.processed.append(self.cache.positions_processed)
-
-
-def predictions(bench: Bench, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
-    """Logits [B, V] for each target in turn, and whether they were made after something had been compressed.
-
-    Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
-    """
-    model = bench.loaded.model
-    if isinstance(cache, PrefixCache):
-        # One forward over everything scores all targets; timing recompute is the latency measure's business.
-        ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
-        cache.positions_processed += ids.shape[1]
-        for logits in forward(model, ids, None, targets.shape[1]).unbind(1):
-            yield logits, False
-        return
-    yield cache.last_logits, False
-    for start in range(0, targets.shape[1] - 1, size):
-        engaged = cache.has_compressed
-        block = targets[:, start : min(start + size, targets.shape[1] - 1)]
-        for logits in step(model, block, cache, block.shape[1]).unbind(1):
-            yield logits, engaged
 
 
 def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:

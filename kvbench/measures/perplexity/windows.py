@@ -69,9 +69,9 @@ def window_offsets(tokens: int, settings: Perplexity) -> list[int]:
 def check_stream(method: Method) -> None:
     """Raise UserError for a method that needs a prompt, where a stream has none."""
     rule, leave = method.rule, "leave it out, or type perplexity.protocol=prefill_decode"
-    if rule.needs_ids:
+    if method.recomputes:
         raise UserError(f"method={method.name} runs the whole prefix at every step, too much for a stream; {leave}")
-    if method.store.fits_prompt:
+    if method.store.static_scales:
         raise UserError(
             f"{type(method.store).__name__} fixes its scale by the prompt and a stream has none: all would "
             f"be cut off at what its first token needs; {leave}"

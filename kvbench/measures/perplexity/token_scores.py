@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import AnyCache
-from kvbench.measures.context import Bench, Entry
+from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
 """What needs the full cache's prediction of the same token."""
@@ -41,9 +41,9 @@ class Scorer:
     targets: [B, T], what follows the cache's prompt. step: tokens in one forward.
     """
 
-    def __init__(self, bench: Bench, entry: Entry, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
-        self.entry, self.cache, self.targets, self.done = entry, cache, targets, 0
-        self.predictions = cache.predictions(bench.loaded.model, targets, step)
+    def __init__(self, context: RunContext, method: MethodRun, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
+        self.method, self.cache, self.targets, self.done = method, cache, targets, 0
+        self.predictions = cache.predictions(context.loaded.model, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
 
     @torch.inference_mode()
@@ -55,7 +55,7 @@ class Scorer:
         """
         for t, (logits, engaged) in enumerate(islice(self.predictions, count)):
             log_p = logits.to(torch.float32).log_softmax(-1)
-            if self.entry.is_baseline:
+            if self.method.is_baseline:
                 full.append(log_p)
             target = self.targets[:, self.done : self.done + 1]
             values = {"nll": -log_p.double().gather(-1, target).squeeze(-1)}

@@ -96,16 +96,16 @@ class CapturedLayer(EngineLayer):
 class CapturedRagged(EngineLayer):
     """A `RaggedLayer` for steps of one token: the same memory, read as far as the longest head can ever reach.
 
-    seen: int64 [], the new token's position; its owner advances it. slot: int64 [B, Hkv, 1], where the next token goes
-    in a layer that evicts, a view of the eager layer's stack of free slots. device: None, for each head counts by its
-    own length.
+    position: int64 [], the new token's position; its owner advances it. slot: int64 [B, Hkv, 1], where the next token
+    goes in a layer that evicts, a view of the eager layer's stack of free slots. device: None, since each head counts
+    by its own length.
     """
 
     device = None
 
-    def __init__(self, layer: RaggedLayer, seen: Tensor) -> None:
+    def __init__(self, layer: RaggedLayer, position: Tensor) -> None:
         super().__init__(layer.counters)
-        self.layer, self.seen, self.evicts = layer, seen, layer.evicts_to is not None
+        self.layer, self.position, self.evicts = layer, position, layer.evicts_to is not None
         self.slots = layer.table.shape[2] * layer.pool.block_size
         self.slot = next_slot(layer)
         if self.evicts and layer.counters.free == 0:
@@ -115,7 +115,7 @@ class CapturedRagged(EngineLayer):
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and return the layer itself in place of keys."""
         lengths = self.layer.lengths
         slot = self.slot if self.evicts else lengths.unsqueeze(-1)
-        self.layer.put(slot, self.seen.to(torch.int32), key, value)
+        self.layer.put(slot, self.position.to(torch.int32), key, value)
         lengths.copy_(torch.maximum(lengths, slot.squeeze(-1) + 1))
         return self, value
 
@@ -124,7 +124,7 @@ class CapturedRagged(EngineLayer):
         visible = (self.layer.positions(self.slots) != EMPTY).unsqueeze(2) if self.evicts else None
         output = self.layer.attended(query, scoring, self.slots, visible)
         if self.evicts:
-            self.slot.copy_(self.layer.victims(self.slots, cast(int, self.seen), 1))  # rules only compute with it
+            self.slot.copy_(self.layer.victims(self.slots, cast(int, self.position), 1))  # rules only compute
         return output
 
     def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""Preallocated rows as codes of a codebook: the memory that TurboQuant's kind of store is made of."""
+"""Preallocated rows as codes of a codebook: the memory of TurboQuant's store."""
 
 import math
 from collections.abc import Iterator

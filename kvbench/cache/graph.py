@@ -25,7 +25,7 @@ WARM_UP = 3
 """Steps that run before the capture, which can compile no kernel and set up no library."""
 
 Graph = Literal["auto", False]
-"""Whether to decode by a CUDA graph where one can be had."""
+"""Whether to decode by a CUDA graph where the cache has a captured form."""
 
 
 class Recorder(Protocol):

@@ -69,11 +69,6 @@ class SlotLayer(EngineLayer):
         return self.counters.kept
 
     @property
-    def seen(self) -> int:
-        """Tokens fed so far."""
-        return self.counters.seen
-
-    @property
     def evicted(self) -> int:
         """Tokens evicted so far."""
         return self.counters.evicted

@@ -20,12 +20,17 @@ class EngineLayer(CacheLayerMixin):
         self.counters = counters
         self.is_initialized = True
 
+    @property
+    def seen(self) -> int:
+        """Tokens fed so far."""
+        return self.counters.seen
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is allocated when the cache is built."""
 
     def get_seq_length(self) -> int:
         """Tokens seen, not kept: the position of the next token follows from it."""
-        return self.counters.seen
+        return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a forward of `query_length` tokens reads, and the offset of the first."""

@@ -53,11 +53,6 @@ class RaggedLayer(EngineLayer):
         return self.prompt_kept + (self.counters.kept - self.prompt_longest)
 
     @property
-    def seen(self) -> int:
-        """Tokens fed so far."""
-        return self.counters.seen
-
-    @property
     def evicted(self) -> float:
         """Tokens evicted so far, the mean over heads."""
         return self.seen - self.kept

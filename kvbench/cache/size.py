@@ -17,7 +17,7 @@ from kvbench.cache.store import DenseStore, Store
 
 @dataclass(frozen=True)
 class Planned:
-    """A model's layers, as a cache sees them.
+    """The facts about a model's layers that decide the size of a cache.
 
     kv_heads; key_dim, value_dim: numbers a head; windows: of each layer with keys and values the model's own, None
     where it has none. latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers

@@ -1,4 +1,4 @@
-"""Hybrids: some layers keep a state of fixed size instead of keys and values, and no method touches those."""
+"""Hybrid models: some layers keep a state of fixed size instead of keys and values, which no method compresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy generation, and what it leaves of the user's model."""
+"""Greedy generation, and that the user's model is unchanged afterwards."""
 
 from __future__ import annotations
 

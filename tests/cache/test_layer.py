@@ -1,4 +1,4 @@
-"""A thousand decode steps with eviction: errors do not pile up, for nothing is ever quantised twice."""
+"""A layer over a thousand decode steps with eviction: errors do not add up, since no token is quantised twice."""
 
 from __future__ import annotations
 

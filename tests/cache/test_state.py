@@ -1,4 +1,4 @@
-"""Hybrids: some layers keep a state of fixed size instead of keys and values, and no method touches those."""
+"""Hybrid models: some layers keep a state of fixed size instead of keys and values, which no method compresses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
 from kvbench.cache.paged import PagedStore

@@ -1,4 +1,4 @@
-"""Greedy generation, and what it leaves of the user's model."""
+"""Greedy generation, and that the user's model is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_and_after_an_exception(attention: str) -> None:
     assert model.config._attn_implementation == attention
     outside = ids.clone()
     outside[0, 3] = 10_000
-    with pytest.raises(IndexError):
+    with pytest.raises(UserError):
         cache_of(model, outside)
     cache = cache_of(model, ids)
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""A thousand decode steps with eviction: errors do not pile up, for nothing is ever quantised twice."""
+"""A layer over a thousand decode steps with eviction: errors do not add up, since no token is quantised twice."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.plan import LayerPlan
 from kvbench.cache.rule import EMPTY, KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.kernels import REFERENCE
@@ -40,7 +41,7 @@ def decoded(rule: KeepRule, store: Store, key: Tensor, value: Tensor) -> SlotLay
     """A layer after the prompt's last BUDGET tokens and STEPS single ones."""
     position = torch.full((1, 2, BUDGET + 1), EMPTY, dtype=torch.int32)
     scores = torch.zeros(1, 2, BUDGET + 1) if isinstance(rule, H2O) else None
-    layer = SlotLayer(0, store.allocate(SHAPE), rule, BUDGET, position, scores, 1, None, REFERENCE)
+    layer = SlotLayer(LayerPlan(0, rule, store, BUDGET), store.allocate(SHAPE), position, scores)
     first = PROMPT - BUDGET
     kept = torch.arange(first, PROMPT, dtype=torch.int32).expand(1, 2, -1)
     layer.fill(
@@ -59,8 +60,8 @@ def decoded(rule: KeepRule, store: Store, key: Tensor, value: Tensor) -> SlotLay
 
 def output(slots: Slots, visible: Tensor | None) -> Tensor:
     """Attention of QUERY over slots, in the model's basis."""
-    got, _ = REFERENCE.attend(slots.turn_query(QUERY), slots.key_parts(), slots.value_parts(), SCORING, visible)
-    return slots.turn_back(got)
+    got, _ = REFERENCE.attend(slots.transform_query(QUERY), slots.key_parts(), slots.value_parts(), SCORING, visible)
+    return slots.restore_output(got)
 
 
 @pytest.mark.parametrize("store", STORES)

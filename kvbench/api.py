@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.build import Method
 from kvbench.config import entry_overrides, method_config
+from kvbench.method_runs import instantiate
 from kvbench.models.load import LoadedModel, model_spec
 from kvbench.models.load import load_model as load_spec
-from kvbench.run import instantiate
 
 
 def load_method(entry: str, **knobs: Any) -> Method:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 import kvbench
+from kvbench.measures.measure import ENGAGED
 from kvbench.results.row import COLUMNS, FLAGS, WEIGHTS, Row, rows_of
 from tests.docs.pages import PAGES, blocks, name_of
 from tests.shared.paths import ROOT
@@ -97,6 +99,22 @@ def test_every_setting_of_methods_and_stores_is_explained() -> None:
     knobs = {key for key in root if re.search(rf"\$\{{{key}\}}", read)}
     explained = in_code(page("methods.md")) | in_code(page("stores.md"))
     assert len(knobs) > 10 and knobs <= explained
+
+
+MEASURES = sorted(file.parent.name for file in (ROOT / "kvbench" / "measures").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_measure_is_explained_with_its_settings_and_metrics(name: str) -> None:
+    """Settings in the order and with the defaults of the class, and the metrics of its table."""
+    module = import_module(f"kvbench.measures.{name}")
+    (measure,) = (kind for kind in vars(module).values() if getattr(kind, "name", None) == name)
+    section = page("measures.md").split(f"\n## {name}\n")[1].split("\n## ")[0]
+    table = re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.M)
+    assert [(key, yaml.safe_load(default)) for key, default in table] == list(measure().settings().items())
+    shared = {headline.metric for headline in ENGAGED}
+    assert {headline.metric for headline in measure.headlines} - shared <= in_code(section)
+    assert shared <= in_code(page("measures.md"))
 
 
 def test_every_column_flag_and_kind_of_weights_is_explained() -> None:

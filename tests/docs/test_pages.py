@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def test_links_and_pictures_of_the_readme_exist(link: str) -> None:
     assert link.startswith("http") or (ROOT / link).exists()
 
 
+@cache
+def published_rows() -> list[Row]:
+    return rows_of(kvbench.load(ROOT / "results" / "reference" / "methods"))
+
+
 def table_rows() -> list[list[str]]:
     """The cells of the README's table of methods."""
     lines = README.split("| method | tokens kept")[1].split("\n\n")[0].splitlines()[2:]
@@ -57,7 +63,7 @@ def test_the_readme_table_shows_published_rows(cells: list[str]) -> None:
     name, _, store = method.partition("+")
     rows = {
         (row.measure, row.metric): row
-        for row in rows_of(kvbench.load(ROOT / "results" / "reference" / "methods"))
+        for row in published_rows()
         if (row.method, row.budget) == (name, float(budget) if budget else None)
         and row.store in ([store] if store else ["dense", name])
         and row.position is None

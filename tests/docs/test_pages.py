@@ -90,8 +90,11 @@ def number(row: Row) -> float:
     return row.value
 
 
-@pytest.mark.parametrize(("group", "name"), [("method", "methods.md"), ("store", "stores.md")])
-def test_every_method_and_store_is_explained_with_its_paper(group: str, name: str) -> None:
+PAGE_OF = {"method": "methods.md", "store": "stores.md", "model": "models.md", "data": "models.md"}
+
+
+@pytest.mark.parametrize(("group", "name"), PAGE_OF.items())
+def test_every_choice_is_explained_with_its_paper(group: str, name: str) -> None:
     text = page(name)
     for file in (ROOT / "conf" / group).glob("*.yaml"):
         assert file.stem in in_code(text), f"{name} does not name {file.stem}"

@@ -104,15 +104,18 @@ def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
     """The full cache's log-probabilities [B, V] against a method's: `COMPARED`, each float64 [B].
 
     kl: KL(full || method) in nats, kl_reverse: KL(method || full). top1: 1 where both expect the same token first.
-    top5: share of the full cache's five likeliest tokens that are among the method's five.
+    top5: share of the full cache's five likeliest tokens that are among the method's five. All are NaN where either
+    has NaN among its logits: the largest of NaNs would agree with itself.
     """
     first, others = (x.topk(min(TOP, x.shape[-1]), dim=-1).indices for x in (log_p, log_q))
-    return {
+    undefined = log_p.isnan().any(-1) | log_q.isnan().any(-1)
+    found = {
         "kl": divergence(log_p, log_q),
         "kl_reverse": divergence(log_q, log_p),
         "top1": (log_p.argmax(-1) == log_q.argmax(-1)).double(),
         "top5": (first.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).double().mean(-1),
     }
+    return {name: value.masked_fill(undefined, torch.nan) for name, value in found.items()}
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ FLOORS = (
     ("config",),
     ("sweep",),
     ("report",),
-    ("checks", "method_runs"),
+    ("checks", "gate", "method_runs"),
     ("run",),
     ("api",),
     ("cli", "check", "harness"),

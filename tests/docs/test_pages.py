@@ -116,12 +116,12 @@ MEASURES = sorted(file.parent.name for file in (ROOT / "kvbench" / "measures").g
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_every_measure_is_explained_with_its_settings_and_metrics(name: str) -> None:
-    """Settings in the order and with the defaults of the class, and the metrics of its table."""
+    """Settings with the defaults of the class, and the metrics of its table."""
     module = import_module(f"kvbench.measures.{name}")
     (measure,) = (kind for kind in vars(module).values() if getattr(kind, "name", None) == name)
     section = page("measures.md").split(f"\n## {name}\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.M)
-    assert [(key, yaml.safe_load(default)) for key, default in table] == list(measure().settings().items())
+    assert {key: yaml.safe_load(default) for key, default in table} == measure().settings()
     shared = {headline.metric for headline in ENGAGED}
     assert {headline.metric for headline in measure.headlines} - shared <= in_code(section)
     assert shared <= in_code(page("measures.md"))

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from kvbench.cache.rule import KEEP, KeepRule
     from kvbench.cache.store import Store
     from kvbench.harness.adapter import KVBenchLM
-    from kvbench.results.folder import load
+    from kvbench.measures.measure import Measure
+    from kvbench.results.loading import load
 
 __version__ = "0.1.0"
 __all__ = [
     "KEEP",
     "KVBenchLM",
     "KeepRule",
+    "Measure",
     "Method",
     "Observation",
     "Store",
@@ -60,8 +62,9 @@ _HOMES = {
     "generate": "kvbench.cache.decode",
     "load_method": "kvbench.api",
     "load_model": "kvbench.api",
-    "load": "kvbench.results.folder",
+    "load": "kvbench.results.loading",
     "KVBenchLM": "kvbench.harness.adapter",
+    "Measure": "kvbench.measures.measure",
 }
 
 

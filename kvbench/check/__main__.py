@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(words: list[str], everything: bool = False) -> int:
     """Run every identity of the model and methods that the words name; everything: of all methods and stores."""
     config = compose("config", words)
-    from kvbench.run import check_switches
+    from kvbench.checks import check_switches
 
     check_switches(config)
     subjects = [subject_of(entry) for entry in entries_of(config, words, everything)]
@@ -140,7 +140,7 @@ def wants_budget(overrides: list[str]) -> bool:
 def subject_of(overrides: list[str]) -> Subject:
     """The method of the overrides, which can be built again and again."""
     from kvbench.check.identities import Subject
-    from kvbench.run import instantiate
+    from kvbench.method_runs import instantiate
 
     @cache  # a config takes longer to compose than some identities to check
     def composed(budget: int | None) -> MethodConfig:

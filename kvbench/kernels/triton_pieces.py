@@ -165,7 +165,7 @@ def _refused_codebook(part: Coded) -> str | None:
 
 @dataclass(frozen=True)
 class Sections:
-    """Numbers of slots where both keys and values are packed, one (`alone`: "keys", "values" or ""), and neither."""
+    """Slots where keys and values are both packed, one of them is (`alone`: "keys", "values" or ""), or neither."""
 
     both: int
     one: int

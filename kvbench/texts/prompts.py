@@ -3,20 +3,40 @@
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.measures.settings import Needle
 from kvbench.texts.needle_tasks import NOISE, TASKS, Draft, Task, Words
 
 VOCABULARY_TOKENS = 100_000
 """Tokens of the text whose words are used where a task wants words."""
 
 MARK = "<<<here>>>"
+
+DAY = datetime(2024, 7, 26)
+"""What chat templates that ask for the date are told."""
+
+
+class NeedleSettings(Protocol):
+    """Settings that prompts are made from: see `kvbench.measures.needle.Needle`."""
+
+    @property
+    def lengths(self) -> list[int]: ...
+    @property
+    def depths(self) -> list[float]: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def tasks(self) -> Sequence[str]: ...
+    @property
+    def template(self) -> str: ...
+    @property
+    def values(self) -> Literal["task", "number", "word", "uuid"]: ...
 
 
 @dataclass(frozen=True)
@@ -45,23 +65,43 @@ class Template:
 
 
 def template_of(tokenizer: Any, kind: str) -> Template:
-    """The `chat` template of the tokenizer, or none at all for `base`. Raises UserError where it has none."""
+    """The `chat` template of the tokenizer, or none at all for `base`.
+
+    A template that writes today's date writes DAY instead, so that prompts do not change from day to day. Raises
+    UserError where there is no template, or one that fails or does not pass the message on once, as it is.
+    """
+    from jinja2 import TemplateError
+
     if kind == "base":
         return Template()
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("needle.template=chat: this tokenizer has no chat template; type needle.template=base")
     message = [{"role": "user", "content": MARK}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, mark, after = text.partition(MARK)
-    if not mark:
-        raise UserError(
-            "needle.template=chat: this chat template does not pass the message on as it is; type needle.template=base"
+    try:
+        text: str = tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
         )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"needle.template=chat: this chat template fails ({reason}); type needle.template=base"
+        ) from error
+    if text.count(MARK) != 1:
+        raise UserError(
+            f"needle.template=chat: this chat template writes the message {text.count(MARK)} times, not once as it is; "
+            "type needle.template=base"
+        )
+    before, _, after = text.partition(MARK)
     return Template(before, after, hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest())
 
 
 def check_prompts(
-    tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, max_positions: int | None, bos: int | None = None
+    tokenizer: Any,
+    tokens: Tensor,
+    seed: int,
+    settings: NeedleSettings,
+    max_positions: int | None,
+    bos: int | None = None,
 ) -> dict[int, list[Prompt]]:
     """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions."""
     made = {}
@@ -77,7 +117,7 @@ def check_prompts(
 
 
 def make_prompts(
-    tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int, bos: int | None = None
+    tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: int | None = None
 ) -> list[Prompt]:
     """All prompts of a length, task by task and depth by depth. bos: what they begin with; a chat template brings its
     own."""
@@ -86,7 +126,7 @@ def make_prompts(
     return [maker.prompt(task, depth, sample) for task in tasks for depth, sample in places(task, settings)]
 
 
-def places(task: Task, settings: Needle) -> Iterator[tuple[float | None, int]]:
+def places(task: Task, settings: NeedleSettings) -> Iterator[tuple[float | None, int]]:
     """Depth and number of each prompt; a task without depths has as many prompts in all."""
     for i, depth in enumerate(settings.depths):
         for sample in range(settings.samples):
@@ -100,7 +140,7 @@ class Maker:
     """
 
     def __init__(
-        self, tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int, bos: int | None = None
+        self, tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: int | None = None
     ) -> None:
         self.tokenizer, self.tokens, self.seed, self.length = tokenizer, tokens, seed, length
         self.begin = [bos] if bos is not None and settings.template == "base" else []

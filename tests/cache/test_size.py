@@ -9,17 +9,17 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import SlotShape, Store
 from kvbench.cli.messages import names
 from kvbench.config import method_config
-from kvbench.run import instantiate
+from kvbench.method_runs import instantiate
 from tests.shared.models import random_llama
 
 LAYERS, KV_HEADS, HEAD, PROMPT, NEW, BATCH, BUDGET = 2, 2, 32, 150, 24, 2, 64
@@ -55,7 +55,7 @@ def rules() -> Iterator[tuple[str, KeepRule]]:
                 method = instantiate(method_config(compose("config", [f"method={name}", budget])))
             except InstantiationException:  # it takes no budget, or needs one
                 continue
-            if not method.rule.needs_ids and not method.rule.ragged_heads:
+            if not method.recomputes and not method.rule.ragged_heads:
                 yield name, method.rule
 
 

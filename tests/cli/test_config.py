@@ -25,8 +25,12 @@ from kvbench.config import (
     method_configs,
 )
 from kvbench.errors import UserError
-from kvbench.measures.settings import Latency, Memory, Needle, Perplexity, read_settings
-from kvbench.results.folder import resume_key
+from kvbench.measures.latency import Latency
+from kvbench.measures.measure import Measure, read_measure
+from kvbench.measures.memory import Memory
+from kvbench.measures.needle import Needle
+from kvbench.measures.perplexity import Perplexity
+from kvbench.results.resume_key import resume_key
 from kvbench.results.row import COLUMNS
 
 
@@ -251,16 +255,21 @@ def test_a_preset_can_be_changed() -> None:
     assert [(m.label, m.columns.get("budget")) for m in methods] == [("full", None), ("h2o", 64)]
 
 
+def read(kind: type[Measure], node: dict[str, Any]) -> Any:
+    """The measure of a config node."""
+    return read_measure(kind.name, {"_target_": f"{kind.__module__}.{kind.__name__}"} | node)
+
+
 def test_defaults_are_those_of_the_design() -> None:
     config = compose("config", ["method=h2o", "budget=1000"])
     assert check_measures(config.measure) == ["perplexity", "needle", "memory", "latency"]
     nodes: Any = OmegaConf.to_container(config, resolve=True)
-    perplexity = read_settings(Perplexity, "perplexity", nodes["perplexity"])
+    perplexity = read(Perplexity, nodes["perplexity"])
     assert (perplexity.context, perplexity.tokens, perplexity.windows) == (3072, 128, 2)
-    needle = read_settings(Needle, "needle", nodes["needle"])
+    needle = read(Needle, nodes["needle"])
     assert (needle.lengths, needle.depths, needle.samples, needle.question) == ([2048], [0.1, 0.5, 0.9], 4, ["after"])
-    assert read_settings(Memory, "memory", nodes["memory"]).contexts == [512, 2048, 4096]
-    assert read_settings(Latency, "latency", nodes["latency"]).contexts == [512, 2048, 4096]
+    assert read(Memory, nodes["memory"]).contexts == [512, 2048, 4096]
+    assert read(Latency, nodes["latency"]).contexts == [512, 2048, 4096]
     assert (config.seed, config.kernel, config.threads) == (0, "auto", None)
 
 
@@ -292,10 +301,10 @@ def test_measures() -> None:
 
 
 def test_settings_take_one_value_for_a_list_and_count_each_once() -> None:
-    assert read_settings(Memory, "memory", {"contexts": 64, "tokens": 2}) == Memory([64], 2)
-    assert read_settings(Memory, "memory", {"contexts": [64, 32, 64], "tokens": 2}).contexts == [64, 32]
+    assert read(Memory, {"contexts": 64, "tokens": 2}) == Memory([64], 2)
+    assert read(Memory, {"contexts": [64, 32, 64], "tokens": 2}).contexts == [64, 32]
     node = {"lengths": [64], "depths": [0, 0.0, 1], "samples": 1, "question": "before", "batch": 1}
-    assert read_settings(Needle, "needle", node).depths == [0.0, 1.0]
+    assert read(Needle, node).depths == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -312,19 +321,19 @@ def test_settings_take_one_value_for_a_list_and_count_each_once() -> None:
 )
 def test_settings_of_a_wrong_kind(change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refusal:
-        read_settings(Memory, "memory", {"contexts": [64], "tokens": 2} | change)
+        read(Memory, {"contexts": [64], "tokens": 2} | change)
     assert says in str(refusal.value)
 
 
 @pytest.mark.parametrize("depth", [-0.1, 1.1, "deep", True, float("nan"), None])
 def test_depths_of_a_wrong_kind(depth: Any) -> None:
     node = {"lengths": [64], "depths": [depth], "samples": 1, "question": "after", "batch": 1}
-    with pytest.raises(UserError, match="is not a depth; type numbers from 0 to 1"):
-        read_settings(Needle, "needle", node)
+    with pytest.raises(UserError, match="is not a number from 0 to 1"):
+        read(Needle, node)
 
 
 def test_no_warm_up_is_allowed() -> None:
-    assert read_settings(Latency, "latency", {"contexts": [64], "steps": 1, "warmup": 0, "graph": "auto"}).warmup == 0
+    assert read(Latency, {"contexts": [64], "steps": 1, "warmup": 0, "graph": "auto"}).warmup == 0
 
 
 @pytest.mark.parametrize(("word", "near"), [("h20", "h2o"), ("H2O", "h2o"), ("kivi3", "kivi"), ("zzz", "")])

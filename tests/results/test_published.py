@@ -14,10 +14,11 @@ from omegaconf import OmegaConf
 from kvbench.cli.main import main
 from kvbench.config import method_configs
 from kvbench.errors import UserError
-from kvbench.measures.settings import Perplexity, read_settings
+from kvbench.measures.measure import read_settings
+from kvbench.measures.perplexity import Perplexity
 from kvbench.report.__main__ import main as report
-from kvbench.report.published import Published, published_of, published_table
-from kvbench.results.folder import find_runs, load
+from kvbench.report.tables.published import Published, published_of, published_table
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
 from tests.shared.text import light
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from kvbench.cache.build import Method, _build_layer
+from kvbench.cache.build import Method, build_layer
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.plan import plan_layer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
@@ -27,7 +29,8 @@ def layer_of(rule: KeepRule, query, key, value, store: Store | None = None, new=
     scoring = Scoring(SCALING)
     observed = {o: o.compute(query, key, scoring) for o in rule.observations()}
     record = LayerRecord(index, key, value, scoring, observed)
-    return _build_layer(record, layers, Method("m", rule, store or DenseStore()), [None] * layers, new, 1)
+    plan = plan_layer(Method("m", rule, store or DenseStore()), record, layers)
+    return build_layer(record, replace(plan, max_new_tokens=new))
 
 
 def probability(query, key, b: int, head: int, row: int, kept: list[int]) -> dict[int, float]:

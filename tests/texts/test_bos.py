@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvbench.errors import UserError
-from kvbench.measures.perplexity.windows import perplexity
-from kvbench.measures.settings import Perplexity
+from kvbench.measures.perplexity import Perplexity
+from kvbench.measures.perplexity.windows import score_windows
 from kvbench.texts.load import bos_token, data_spec
 from tests.shared.models import random_llama
-from tests.shared.text import bench_of, light, methods, rows_of, value
+from tests.shared.text import light, methods, rows_of, run_context_of, value
 
 
 class Tokenizer:
@@ -22,8 +22,29 @@ class Tokenizer:
     def __init__(self, adds: bool, bos: int | None = 7) -> None:
         self.adds, self.bos_token_id = adds, bos
 
-    def __call__(self, text: str) -> Any:
-        return SimpleNamespace(input_ids=[self.bos_token_id, 11] if self.adds else [11])
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        added = self.adds and add_special_tokens
+        return SimpleNamespace(input_ids=[*self.prefix, 11] if added else [11])
+
+    @property
+    def prefix(self) -> list[int | None]:
+        """What stands before a text."""
+        return [self.bos_token_id]
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"<{id}>" for id in ids]
+
+
+class OtherPrefix(Tokenizer):
+    """One that begins a text with tokens of its own, as GLM does with [gMASK]<sop>, and names no BOS."""
+
+    def __init__(self, prefix: list[int]) -> None:
+        super().__init__(True, None)
+        self.own = prefix
+
+    @property
+    def prefix(self) -> list[int | None]:
+        return [*self.own]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +52,13 @@ class Tokenizer:
 )
 def test_the_rule(rule: str, adds: bool, bos: int | None) -> None:
     assert bos_token(rule, Tokenizer(adds)) == bos
+
+
+def test_auto_takes_what_the_tokenizer_puts_before_a_text_whatever_it_is_called() -> None:
+    assert bos_token("auto", OtherPrefix([5])) == 5
+    assert bos_token("auto", OtherPrefix([])) is None
+    with pytest.raises(UserError, match=r"begins a text with 2 tokens \(<5> <6>\).*; type data.bos=none"):
+        bos_token("auto", OtherPrefix([5, 6]))
 
 
 def test_what_cannot_be() -> None:
@@ -47,9 +75,9 @@ def test_bos_takes_the_first_tokens_place_and_the_same_tokens_are_scored() -> No
     nll = {}
     with light():
         for bos in (None, 1):
-            bench = bench_of(model, methods("full"), text, bos=bos)
+            bench = run_context_of(model, methods("full"), text, bos=bos)
             assert bench.window(5, 4).tolist() == [8 if bos is None else 1, 9, 10, 11]
-            rows = rows_of(perplexity(bench, settings))
+            rows = rows_of(score_windows(bench, settings))
             nll[bos] = value(rows, "full", "nll")
             said = "no BOS added" if bos is None else "the first is BOS"
             assert all(said in (row.note or "") for row in rows if row.metric == "nll")

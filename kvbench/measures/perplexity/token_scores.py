@@ -1,6 +1,5 @@
-"""What a scored token is worth: its NLL, and how far the prediction is from the full cache's."""
+"""Scores of each token: its NLL, and the distance of the prediction from the full cache's."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -8,13 +7,11 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.bytes import held_bytes
-from kvbench.cache.caches import AnyCache, PrefixCache
-from kvbench.cache.decode import step
-from kvbench.cache.forward import forward
-from kvbench.measures.context import Bench, Entry
+from kvbench.cache.caches import AnyCache
+from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
-"""What needs the full cache's prediction of the same token."""
+"""Columns that compare with the full cache's prediction of the same token."""
 TOP = 5
 
 
@@ -44,9 +41,9 @@ class Scorer:
     targets: [B, T], what follows the cache's prompt. step: tokens in one forward.
     """
 
-    def __init__(self, bench: Bench, entry: Entry, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
-        self.entry, self.cache, self.targets, self.done = entry, cache, targets, 0
-        self.predictions = predictions(bench, cache, targets, step)
+    def __init__(self, context: RunContext, method: MethodRun, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
+        self.method, self.cache, self.targets, self.done = method, cache, targets, 0
+        self.predictions = cache.predictions(context.loaded.model, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
 
     @torch.inference_mode()
@@ -58,7 +55,7 @@ class Scorer:
         """
         for t, (logits, engaged) in enumerate(islice(self.predictions, count)):
             log_p = logits.to(torch.float32).log_softmax(-1)
-            if self.entry.is_baseline:
+            if self.method.is_baseline:
                 full.append(log_p)
             target = self.targets[:, self.done : self.done + 1]
             values = {"nll": -log_p.double().gather(-1, target).squeeze(-1)}
@@ -70,7 +67,7 @@ class Scorer:
             self.done += 1
 
     def close(self, scores: Scores) -> None:
-        """Hand over what was scored, and what the cache had come to."""
+        """Add the scored columns, the kept tokens and the held bytes to `scores`."""
         found = {name: torch.stack(steps, dim=1) for name, steps in self.steps.items() if len(steps) == self.done}
         for name, column in found.items():
             scores.columns.setdefault(name, []).append(column)
@@ -79,40 +76,22 @@ class Scorer:
         scores.processed.append(self.cache.positions_processed)
 
 
-def predictions(bench: Bench, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
-    """Logits [B, V] for each target in turn, and whether they were made after something had been compressed.
-
-    Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
-    """
-    model = bench.loaded.model
-    if isinstance(cache, PrefixCache):
-        # One forward over everything scores all targets; timing recompute is the latency measure's business.
-        ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
-        cache.positions_processed += ids.shape[1]
-        for logits in forward(model, ids, None, targets.shape[1]).unbind(1):
-            yield logits, False
-        return
-    yield cache.last_logits, False
-    for start in range(0, targets.shape[1] - 1, size):
-        engaged = cache.has_compressed
-        block = targets[:, start : min(start + size, targets.shape[1] - 1)]
-        for logits in step(model, block, cache, block.shape[1]).unbind(1):
-            yield logits, engaged
-
-
 def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
     """The full cache's log-probabilities [B, V] against a method's: `COMPARED`, each float64 [B].
 
     kl: KL(full || method) in nats, kl_reverse: KL(method || full). top1: 1 where both expect the same token first.
-    top5: share of the full cache's five likeliest tokens that are among the method's five.
+    top5: share of the full cache's five likeliest tokens that are among the method's five. All are NaN where either
+    has NaN among its logits: the largest of NaNs would agree with itself.
     """
     first, others = (x.topk(min(TOP, x.shape[-1]), dim=-1).indices for x in (log_p, log_q))
-    return {
+    undefined = log_p.isnan().any(-1) | log_q.isnan().any(-1)
+    found = {
         "kl": divergence(log_p, log_q),
         "kl_reverse": divergence(log_q, log_p),
         "top1": (log_p.argmax(-1) == log_q.argmax(-1)).double(),
         "top5": (first.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).double().mean(-1),
     }
+    return {name: value.masked_fill(undefined, torch.nan) for name, value in found.items()}
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:

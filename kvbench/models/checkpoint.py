@@ -18,6 +18,8 @@ from kvbench.models.shape import LAYOUTS
 from kvbench.offline import fetch_command, fetched_folder
 
 POINTER = b"version https://git-lfs"
+TORCH_FILES = (b"PK", b"\x80")
+"""How torch's files begin: a zip archive, or a pickle as torch wrote it before 1.6."""
 BROKEN_PICKLE = ("PytorchStreamReader", "Ran out of input", "invalid load key", "npickl", "zip archive", "zip file")
 """What torch says of a pytorch_model.bin that is not whole."""
 
@@ -153,16 +155,18 @@ def checkpoint(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if not weights_files(path):
         raise UserError(f"{path} holds no weights: *.safetensors or pytorch_model*.bin must stand beside config.json")
     for file in weights_files(path):
-        check_no_pointer(file)
+        check_weights_file(file)
     return str(path), arguments
 
 
-def check_no_pointer(file: Path) -> None:
-    """Raise UserError for a weights file that is git-lfs's note of where the weights are."""
+def check_weights_file(file: Path) -> None:
+    """Raise UserError for git-lfs's note of where the weights are, and for a .bin that torch did not write."""
     with file.open("rb") as opened:
         start = opened.read(len(POINTER))
     if start == POINTER:
         raise UserError(f"{file} is a git-lfs pointer, not the weights: type git lfs pull in its folder")
+    if file.suffix == ".bin" and not start.startswith(TORCH_FILES):
+        raise UserError(f"{file} is no weights file of torch's: it is damaged or truncated; download it again")
 
 
 def is_gguf(path: Path) -> bool:
@@ -181,15 +185,28 @@ def local_path(spec: ModelSpec) -> Path:
     return path
 
 
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, RuntimeError, EOFError)
-UNREADABLE += (ArithmeticError, AssertionError, UnpicklingError, BadZipFile)
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    EOFError,
+    ArithmeticError,
+    AssertionError,
+    UnpicklingError,
+    BadZipFile,
+)
 """What transformers, torch and the hub raise on a checkpoint that they cannot read or build."""
 
 
-def out_of_memory() -> tuple[type[Exception], ...]:
-    """What is no fault of the checkpoint; nothing where torch was not imported."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is torch's that memory does not suffice, which is no fault of the checkpoint."""
     torch = sys.modules.get("torch")
-    return () if torch is None else (torch.OutOfMemoryError,)
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 @contextmanager
@@ -200,23 +217,25 @@ def one_line_errors(spec: ModelSpec, part: str = "") -> Iterator[None]:
 
     try:
         yield
-    except (UserError, *out_of_memory()):
+    except UserError:
         raise
     except (*UNREADABLE, StrictDataclassError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         given = f"model.id={spec.id}" if spec.id is not None else spec.name
         if spec.path is not None:
             given = f"model.path={spec.path}"
-        raise UserError(f"cannot load {part}{given}: {advice(spec, str(error))}") from error
+        raise UserError(f"cannot load {part}{given}: {advice(spec, error)}") from error
 
 
-def advice(spec: ModelSpec, message: str) -> str:
+def advice(spec: ModelSpec, error: Exception) -> str:
     """What to do about a failed load, in one line; else the first 300 characters of what the library said."""
-    text = " ".join(message.split())
+    text = " ".join(str(error).split()) or type(error).__name__
     if "mismatch" in text:
         return (
             f"its weights have other shapes than config.json says ({text[:200]}); give the config that belongs to them"
         )
-    if any(sign in text for sign in BROKEN_PICKLE):
+    if isinstance(error, UnpicklingError | EOFError | BadZipFile) or any(sign in text for sign in BROKEN_PICKLE):
         return f"its weights file is damaged or truncated ({text[:100]}); download it again"
     if "trust_remote_code" in text:
         return "it runs code of its own; if you trust it, add model.trust_remote_code=true"

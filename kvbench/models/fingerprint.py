@@ -18,8 +18,19 @@ from kvbench.offline import cache_folder
 JSON_FILES = ("config.json", "generation_config.json")
 """Hashed without the version of the library that wrote them. The second names the tokens that end an answer."""
 
-TEXT_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "*.jinja", "*.tiktoken")
-TEXT_FILES += ("spiece*", "sentencepiece*", "additional_chat_templates/*", "chat_template*")
+TEXT_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens_map*",
+    "added_tokens*",
+    "*.jinja",
+    "*.tiktoken",
+    "spiece*",
+    "sentencepiece*",
+    "additional_chat_templates/*",
+    "chat_template*",
+)
 """What turns text into tokens."""
 
 REMEMBERED = 2**20

@@ -8,16 +8,22 @@ from kvbench.errors import UserError
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
-    """Raise UserError for a tokenizer with tokens that the model's embedding has no rows for.
+    """Raise UserError where a token that prompts are made of has no row in the model's embedding.
 
-    A padding token may be one of them: it is never fed.
+    BOS, EOS and what the chat template writes are looked at. A padding token may lie beyond: it is never fed.
     """
     if tokenizer is None or len(tokenizer) <= vocab_size:
         return
-    beyond = sorted((id, token) for token, id in tokenizer.get_vocab().items() if id >= vocab_size)
-    fed = [(id, token) for id, token in beyond if token != tokenizer.pad_token or id == tokenizer.eos_token_id]
-    if fed:
-        raise UserError(
-            f"the tokenizer has {len(fed)} tokens beyond the model's {vocab_size} embedding rows, as {fed[0][1]!r} "
-            f"with id {fed[0][0]}: give a checkpoint whose embedding was resized with its tokenizer"
-        )
+    written = str(getattr(tokenizer, "chat_template", None) or "")
+    ends = (getattr(tokenizer, "bos_token", None), getattr(tokenizer, "eos_token", None))
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: int(item[1])):
+        if number >= vocab_size and (token in ends or token in written):
+            raise UserError(without_row(token, number, vocab_size))
+
+
+def without_row(token: str, number: int, vocab_size: int) -> str:
+    """The line about a token without a row in the embedding."""
+    return (
+        f"the tokenizer's token {token!r} has id {number} and the model's embedding {vocab_size} rows: give a "
+        "checkpoint whose embedding was resized with its tokenizer"
+    )

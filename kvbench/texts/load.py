@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
-from kvbench.models.vocabulary import check_vocabulary
+from kvbench.models.vocabulary import check_vocabulary, without_row
 from kvbench.offline import fetched_folder
 
 if TYPE_CHECKING:
@@ -22,8 +22,18 @@ BOS_RULES = ("auto", "none", "first")
 DATASET_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
-UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RuntimeError)
-UNREADABLE += (StopIteration, EOFError)
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    StopIteration,
+    EOFError,
+)
 """What `datasets` and the hub raise on a data set that they cannot read."""
 
 
@@ -161,7 +171,11 @@ def token_ids(text: Text, tokenizer: Any, vocab_size: int | None) -> torch.Tenso
         check_vocabulary(tokenizer, vocab_size)
     # verbose=False: a text longer than the model is what we want, so no warning about its length.
     encoded = tokenizer(text.text, add_special_tokens=False, verbose=False)
-    return torch.tensor(encoded["input_ids"], dtype=torch.long)
+    ids = torch.tensor(encoded["input_ids"], dtype=torch.long)
+    largest = int(ids.max()) if len(ids) else 0
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(without_row(str(tokenizer.convert_ids_to_tokens(largest)), largest, vocab_size))
+    return ids
 
 
 def read_fetched(spec: DataSpec) -> str:

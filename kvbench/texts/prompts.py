@@ -64,6 +64,22 @@ class Template:
     sha256: str | None = None
 
 
+def dated(template: Any) -> Any:
+    """A chat template with DAY where it asks for today's date.
+
+    Raises UserError where it asks with a format that it computes.
+    """
+    if not isinstance(template, str):
+        return None  # several templates under names: the tokenizer chooses
+    found = re.sub(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)", lambda call: repr(DAY.strftime(call[2])), template)
+    if "strftime_now(" in found:
+        raise UserError(
+            "needle.template=chat: this chat template writes today's date in a format that it computes, so prompts "
+            "would change from day to day; type needle.template=base"
+        )
+    return found
+
+
 def template_of(tokenizer: Any, kind: str) -> Template:
     """The `chat` template of the tokenizer, or none at all for `base`.
 
@@ -76,10 +92,11 @@ def template_of(tokenizer: Any, kind: str) -> Template:
         return Template()
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("needle.template=chat: this tokenizer has no chat template; type needle.template=base")
+    template = dated(tokenizer.chat_template)
     message = [{"role": "user", "content": MARK}]
     try:
         text: str = tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
+            message, tokenize=False, add_generation_prompt=True, chat_template=template
         )
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -38,12 +38,17 @@ def written() -> dict[str, tuple[str, str]]:
     return {kind: (result, detail) for kind, result, detail in rows}
 
 
+def without_numbers(detail: str) -> str:
+    """The refusal without the differences that it names: they are rounding, and may vary."""
+    return re.sub(r"\de[+-]\d\d", "N", detail)
+
+
 def check(found: Outcome) -> None:
     """What the table says of the family: the same refusal, or exact; the difference is rounding and may vary."""
     result, detail = written()[found.kind]
     assert found.result == result, found
     if result == "refused":
-        assert found.detail == detail
+        assert without_numbers(found.detail) == without_numbers(detail)
     else:
         assert result == "exact" and float(found.detail) <= 5e-4
 

@@ -146,10 +146,10 @@ def test_a_seed_that_is_no_whole_number_is_refused(seed: Any) -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused() -> None:
     class Tokenizer:
-        pad_token, eos_token_id = "<pad>", 2
+        bos_token, eos_token, chat_template = None, "2", "{{ '<user>' }}"
 
-        def __init__(self, *extra: str) -> None:
-            self.extra = extra
+        def __init__(self, ids: list[int], *extra: str) -> None:
+            self.ids, self.extra = ids, extra
 
         def __len__(self) -> int:
             return 50 + len(self.extra)
@@ -158,12 +158,17 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused() -> None:
             return {str(i): i for i in range(50)} | {token: 50 + i for i, token in enumerate(self.extra)}
 
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": [1, 2]}
+            return {"input_ids": self.ids}
+
+        def convert_ids_to_tokens(self, number: int) -> str:
+            return self.extra[number - 50]
 
     text = Text("essays", "words", "0")
-    with pytest.raises(UserError, match=r"1 tokens beyond the model's 50 embedding rows, as '<user>' with id 50"):
-        tokenize(text, Tokenizer("<user>"), 50)
-    assert tokenize(text, Tokenizer("<pad>"), 50).tolist() == [1, 2]
+    with pytest.raises(UserError, match=r"token '<user>' has id 50 and the model's embedding 50 rows"):
+        tokenize(text, Tokenizer([1, 2], "<user>"), 50)
+    with pytest.raises(UserError, match=r"token '<b>' has id 51 and the model's embedding 50 rows"):
+        tokenize(text, Tokenizer([1, 51], "<a>", "<b>"), 50)
+    assert tokenize(text, Tokenizer([1, 2], "<pad>"), 50).tolist() == [1, 2]
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvbench.errors import UserError
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
 
-OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy")
+OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy", "protect_first", "protect_last")
 """Root keys likewise, kept in the row's `knobs`."""
 
 PLAIN_KEYS = (*KNOBS, *OTHER_KNOBS)
@@ -175,7 +175,8 @@ def method_config(config: DictConfig) -> MethodConfig:
             if key in ("_target_", "inner"):
                 continue
             target, at = (columns, knob) if knob in KNOBS else (others, str(key))
-            target[str(at)] = resolved[key]
+            if target is columns or resolved[key] is not None:  # the row's `knobs` hold what is set
+                target[str(at)] = resolved[key]
             if key in ("k_bits", "v_bits"):
                 columns[str(key)] = resolved[key]
     if "k_bits" in columns:

@@ -358,4 +358,4 @@ def test_scores_above_full_are_doubted_and_those_of_a_blind_full_cache_are_uninf
     assert rows[1].value == 0 and rows[1].low is not None and rows[1].low < 0  # four pairs prove little
     told = find_warnings([replace(blind, measure="harness")])
     same = [finding.text for finding in told if finding.kind == "uninformative"]
-    assert same == ["t: the full cache itself scores 0, which says nothing of compression"]
+    assert same == ["t: the full cache itself scores 0, so a method's score says nothing about compression"]

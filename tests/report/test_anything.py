@@ -153,7 +153,7 @@ def loaded(made: Rows) -> list[Row]:
 
 
 @pytest.mark.parametrize("case", DRAWN)
-def test_figures_hold_something_and_say_nothing_absurd(case: str) -> None:
+def test_figures_are_not_empty_and_have_no_undefined_text(case: str) -> None:
     made = loaded(CASES[case](small()))
     looks = styles(display_name(row) for row in made if row.method)
     for kind in FIGURES:
@@ -217,12 +217,12 @@ def _axes_faults(axes: Axes, renderer: object) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tables_and_sentences_say_nothing_absurd(case: str) -> None:
+def test_tables_and_sentences_have_no_undefined_number(case: str) -> None:
     said_of(loaded(CASES[case](small())))
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_tables_and_sentences_of_rows_with_anything_in_them(seed: int) -> None:
+def test_tables_and_sentences_of_random_rows(seed: int) -> None:
     pick = random.Random(seed)
     made: Rows = small()
     for _ in range(pick.randint(1, 3)):
@@ -308,7 +308,7 @@ ODD_SAMPLES = """1
 """
 
 
-def test_files_of_other_versions_and_by_other_hands(tmp_path: Path) -> None:
+def test_files_of_other_versions_and_malformed_files(tmp_path: Path) -> None:
     run = run_of(tmp_path / "sweep", small()[:60])
     stored = pq.read_table(run.path / "metrics.parquet")
     lacking = ["run", "tokenizer", "bos", "stride", "position", "kernel", "knobs", "kv_heads", "converted"]

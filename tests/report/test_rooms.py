@@ -49,3 +49,8 @@ def test_no_import_circle() -> None:
     known = modules()
     graph = {module: {name for name in imported if name in known} for module, imported in known.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(known)
+
+
+def test_notes_are_read_only_where_they_are_printed() -> None:
+    readers = {file.name for file in REPORT.rglob("*.py") if ".note" in file.read_text(encoding="utf-8")}
+    assert readers == {"warnings.py"}  # lists each note as it is, and the reason of a failed cell

@@ -121,7 +121,7 @@ def test_presets_compose_and_name_what_they_measure(name: str) -> None:
         "model": config.model.id,
         "dtype": config.model.dtype,
         "dataset": config.data.name,
-        "protocol": setting.name,
+        "protocol": setting.protocol_name,
         "n": setting.windows * setting.tokens,
         "budget": config.budget,
         "context": 0 if setting.protocol == "stream" else setting.context,

@@ -16,9 +16,9 @@ from kvbench.report.compare.comparison import (
     lines_of,
     weights_of,
 )
+from kvbench.report.compare.declared import Traits, measured_bounded, traits_of
 from kvbench.report.compare.names import display_name, heads_text, labels, short_model
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
-from kvbench.report.compare.traits import Traits, measured_bounded, traits_of
 from kvbench.results.intervals import wilson
 from kvbench.results.row import Row
 

@@ -127,10 +127,14 @@ def _exact(row: Row) -> bool:
 
 def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[ReportWarning]:
     kind = "better than full"
+    flagged: set[tuple[Any, ...]] = set()
     for row in rows:
         if row.metric == "nll_minus_full" and row.status == "ok":
             if row.high is not None and row.high < 0:
                 yield ReportWarning(kind, f"{_where(row, names)}: NLL below the full cache's, {FAULT}")
+        elif "better_than_full" in flags_of(row) and row.measure == "needle":
+            flagged.add((config_of(row), row.context, row.depth))
+            yield ReportWarning(kind, _more_needles(row, names))
         elif "better_than_full" in flags_of(row):
             yield ReportWarning(kind, f"{_where(row, names)}: {_task(row)} scores above the full cache, {FAULT}")
     lines = lines_of(rows, "needle", by_context=False)
@@ -139,11 +143,16 @@ def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Itera
         for cell, row in line.cells.items():
             reference = base.cells.get(cell) if base is not None and base is not line else None
             bounds = None if reference is None else (row.low, reference.high)
-            if row.metric == "hit_rate" and bounds and None not in bounds and bounds[0] > bounds[1]:  # type: ignore[operator]
-                depth = "all depths" if row.depth is None else f"depth {row.depth:g}"
-                yield ReportWarning(
-                    kind, f"{_where(row, names)}, {depth}: finds more needles than the full cache, {FAULT}"
-                )
+            if row.metric != "hit_rate" or bounds is None or None in bounds:
+                continue
+            beyond = bounds[0] > bounds[1]  # type: ignore[operator]
+            if beyond and (config_of(row), row.context, row.depth) not in flagged:
+                yield ReportWarning(kind, _more_needles(row, names))
+
+
+def _more_needles(row: Row, names: Mapping[Config, str]) -> str:
+    depth = "all depths" if row.depth is None else f"depth {row.depth:g}"
+    return f"{_where(row, names)}, {depth}: finds more needles than the full cache, {FAULT}"
 
 
 def _task(row: Row) -> str:
@@ -181,7 +190,7 @@ def _unsteady(rows: Sequence[Row]) -> Iterable[AboutRow]:
 
 def _flagged(rows: Sequence[Row]) -> Iterable[AboutRow]:
     for row in rows:
-        for name in flags_of(row) & SHOWN_FLAGS.keys():
+        for name in flags_of(row) & SHOWN_FLAGS.keys() if row.value is not None else ():
             yield SHOWN_FLAGS[name], row, FLAGS[name]
 
 

@@ -23,8 +23,7 @@ from kvbench.report.figures.kept_tokens import kept_figures
 from kvbench.report.figures.layout import styled
 from kvbench.report.figures.method_panels import kl_by_position, loss_by_window
 from kvbench.report.figures.needle_maps import needle_maps
-from kvbench.report.figures.perplexity_by_budget import perplexity_by_budget
-from kvbench.report.figures.perplexity_by_bytes import perplexity_by_bytes
+from kvbench.report.figures.perplexity import perplexity_by_budget, perplexity_by_bytes
 from kvbench.report.figures.quality_by_bytes import quality_by_bytes
 from kvbench.report.figures.style import Looks, styles
 from kvbench.results.row import Row

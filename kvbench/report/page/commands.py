@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.report.compare.measures import shipped_config, shipped_measures, shipped_settings
+from kvbench.report.compare.declared import shipped_config, shipped_measures, shipped_settings
 from kvbench.results.row import KNOBS, Row
 
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))

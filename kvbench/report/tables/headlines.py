@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvbench.report.compare.comparison import Line
-from kvbench.report.compare.measures import shipped_headlines, shipped_measures
+from kvbench.report.compare.declared import shipped_headlines, shipped_measures
 from kvbench.results.headline import Format, Headline
 
 Recorded = Mapping[str, Sequence[Headline]]

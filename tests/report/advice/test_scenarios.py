@@ -59,7 +59,7 @@ def test_retrieval_goes_by_needles_first() -> None:
     assert advice.choice is None and any("3/12 needles at 2,048 tokens" in reason for reason in advice.reasons)
 
 
-def test_extreme_memory_needs_an_eighth() -> None:
+def test_extreme_memory_needs_a_cache_eight_times_smaller() -> None:
     rows = FULL + cache("full", 4, 0.001, **OTHER) + cache("full", 4.9, 0.001, **ONE)
     assert chosen(rows, "extreme") == "full+int4"
     rows = FULL + cache("full", 6, 0.001, **OTHER) + cache("full", 6, 0.001, **ONE)
@@ -84,7 +84,7 @@ def test_too_little_data_says_so(rows: list[Row], word: str) -> None:
     assert advice.too_little and advice.choice is None and word in advice.reasons[0]
 
 
-def test_what_never_engaged_was_converted_or_beat_the_full_cache_is_not_judged() -> None:
+def test_methods_that_never_compressed_or_beat_the_full_cache_are_not_judged() -> None:
     sound = FULL + cache("full", 20, 0.001, **ONE) + cache("full", 25, 0.001, store="rot8", bits=8)
     idle = [replace(row, value=0.0) if row.metric == "engaged" else row for row in cache("full", 10, 0, **OTHER)]
     better = cache("full", 10, -0.02, **OTHER)
@@ -105,7 +105,9 @@ def test_what_never_engaged_was_converted_or_beat_the_full_cache_is_not_judged()
     ),
     st.randoms(use_true_random=False),
 )
-def test_never_recommends_what_lost(members: list[tuple[float, float, float, int]], shuffle: random.Random) -> None:
+def test_a_method_that_lost_is_never_recommended(
+    members: list[tuple[float, float, float, int]], shuffle: random.Random
+) -> None:
     rows = list(FULL)
     for index, (held, loss, reach, hits) in enumerate(members):
         budget = float(100 + index)
@@ -124,7 +126,7 @@ def test_never_recommends_what_lost(members: list[tuple[float, float, float, int
 FULL_NEEDLES = groups_of(FULL)[0].baseline.numbers["hit_rate"]  # type: ignore[union-attr]
 
 
-def test_every_scenario_says_what_the_data_cannot() -> None:
+def test_every_scenario_lists_what_the_data_do_not_show() -> None:
     rows = FULL + cache("full", 10, 0.001, **OTHER) + cache("full", 20, 0.001, **ONE)
     for scenario in SCENARIOS:
         assert any("needle measured up to 2,048 tokens only" in limit for limit in advice_on(rows, scenario.key).limits)

@@ -14,7 +14,7 @@ from kvbench.results.row import Row
 from tests.report.synthetic import FULL, MIB, ONE, OTHER, cache, chosen, latents
 
 
-def test_layouts_are_held_against_their_own_full_cache_and_random_weights_are_never_advised() -> None:
+def test_layouts_are_compared_with_their_own_full_cache_and_random_weights_get_no_advice() -> None:
     groups = groups_of([*latents(), *FULL, *cache("full", 20, 0.001, **ONE)])
     assert [group.row.model for group in groups] == ["org/Toy-135M", "org/Latent", "org/Latent"]  # random weights last
     assert [group.times_smaller(group.members[0]) for group in groups[1:]] == [pytest.approx(5)] * 2
@@ -43,7 +43,7 @@ def test_retrieval_counts_the_tasks_that_the_full_cache_solves() -> None:
     assert chosen(easy + second, "retrieval") == "full+int8"
 
 
-def test_of_two_counts_of_bytes_the_one_of_more_methods_serves() -> None:
+def test_bytes_come_from_the_measure_that_has_them_of_more_methods() -> None:
     members = [cache("h2o", held, 0.001, budget=budget) for held, budget in ((4.0, 100.0), (8.0, 200.0))]
     made = [*FULL, *members[0], *members[1]]
     at = [replace(row, metric="held_bytes", value=2.0**24, unit="bytes") for row in made if row.metric == "ppl"]

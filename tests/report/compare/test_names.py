@@ -27,7 +27,7 @@ def test_display_name(method: str, store: str | None, shown: str) -> None:
     assert display_name(Row(method=method, store=store)) == shown
 
 
-def test_labels_tell_only_what_varies() -> None:
+def test_labels_hold_only_knobs_that_vary() -> None:
     made = [
         Row(method="kivi2", store="kivi2", bits=2),
         Row(method="kivi4", store="kivi4", bits=4),

@@ -17,7 +17,7 @@ def test_a_sound_comparison_has_no_warnings() -> None:
 
 
 @pytest.mark.parametrize("engaged", [0.0, None])
-def test_what_did_not_engage_is_named(engaged: float | None) -> None:
+def test_methods_that_did_not_engage_are_named(engaged: float | None) -> None:
     h2o = [method for method in METHODS if method[:2] in (("full", "dense"), ("h2o", "dense"))]
     made = [
         replace(row, value=engaged) if row.metric == "engaged" and row.method == "h2o" else row

@@ -12,7 +12,7 @@ from kvbench.report.figures.bars import bandwidth_bars
 from kvbench.report.figures.by_context import bytes_by_context, tpot_by_context
 from kvbench.report.figures.method_panels import kl_by_position, loss_by_window
 from kvbench.report.figures.needle_maps import needle_maps
-from kvbench.report.figures.perplexity_by_budget import perplexity_by_budget
+from kvbench.report.figures.perplexity import perplexity_by_budget
 from kvbench.report.figures.quality_by_bytes import quality_by_bytes
 from kvbench.results.row import Row
 from tests.report.synthetic import crowd, samples, sweep

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvbench.report.compare.names import display_name
 from kvbench.report.figures.method_panels import kl_by_position
-from kvbench.report.figures.perplexity_by_budget import perplexity_by_budget
+from kvbench.report.figures.perplexity import perplexity_by_budget
 from kvbench.report.figures.quality_by_bytes import quality_by_bytes
 from kvbench.report.figures.style import PALETTE, styles
 from tests.report.synthetic import crowd

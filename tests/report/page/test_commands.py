@@ -56,7 +56,7 @@ def test_the_command_gives_the_same_method(entry: str, preset: str) -> None:
     assert not any(word.startswith(("needle", "budget=128,256")) for word in words)
 
 
-def test_what_was_swept_over_is_taken_from_the_runs_own_config(tmp_path) -> None:
+def test_a_swept_setting_takes_the_value_of_the_run(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text("model: {name: one}\nperplexity: {windows: 4}\n")
     sweep = "python -m kvbench -m model=one,two perplexity.windows=2,4 method=full"
     row = Row(method="full", store="dense", measure="perplexity", context=64)

@@ -70,7 +70,7 @@ def test_the_page_holds_everything_in_itself(page_file: Path) -> None:
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_it_fits_says_nothing_on_the_console_and_passes_axe(
+def test_the_page_fits_logs_nothing_and_passes_axe(
     browser: Any, page_file: Path, size: dict[str, int], scheme: str, tmp_path: Path
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
@@ -111,7 +111,7 @@ def test_a_click_sorts_and_the_baseline_stays_on_top(browser: Any, page_file: Pa
 
 
 @needs_browser
-def test_a_word_leaves_the_methods_that_have_it_and_the_baseline(browser: Any, page_file: Path) -> None:
+def test_the_filter_keeps_matching_methods_and_the_baseline(browser: Any, page_file: Path) -> None:
     page, said = opened(browser, page_file, DESKTOP)
     table = page.locator("#table-overview")
 
@@ -137,7 +137,7 @@ def test_a_line_over_several_measures_carries_a_command_for_all_of_them(page_fil
 
 
 @needs_browser
-def test_commands_can_be_copied_and_paper_shows_what_was_folded(browser: Any, page_file: Path) -> None:
+def test_commands_can_be_copied_and_print_opens_folded_lists(browser: Any, page_file: Path) -> None:
     page, said = opened(browser, page_file, DESKTOP)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator("#table-perplexity button.copy").nth(2).click()

@@ -54,7 +54,7 @@ def test_report_of_runs_without_any_row(tmp_path: Path) -> None:
     assert "it broke" in (run.path / "report" / "report.md").read_text()
 
 
-def test_text_of_others_stays_text(tmp_path: Path) -> None:
+def test_notes_and_errors_are_escaped(tmp_path: Path) -> None:
     run = run_of(tmp_path, [replace(OOM, note="<script> | **x** [a](b) `c`")])
     assert main([str(run.path)]) == 0
     text = (run.path / "report" / "report.md").read_text()

@@ -25,12 +25,12 @@ def against_kinds(old: list[Row], new: list[Row]) -> list[tuple[str, str | None,
     return [(move.kind, move.row.method, move.row.metric) for move in changes(old, new)[0]]
 
 
-def test_the_same_sweep_does_not_move() -> None:
+def test_a_sweep_compared_with_itself_has_no_changes() -> None:
     found, same = changes(rows(), rows())
     assert found == [] and same == len({row for row in rows()})
 
 
-def test_within_the_interval_nothing_moved_and_beyond_it_the_direction_is_told() -> None:
+def test_differences_beyond_the_interval_are_worse_or_better() -> None:
     old = rows(measures=["perplexity"])
     within = changed(old, "h2o", "nll_minus_full", lambda row: replace(row, value=row.value + 0.005))  # type: ignore[operator]
     assert against_kinds(old, within) == []
@@ -53,7 +53,7 @@ def test_counted_numbers_need_no_interval_and_sampled_ones_do() -> None:
     assert against_kinds(old, slower) == [("no interval", "h2o", "tpot_p50_ms")]
 
 
-def test_what_came_went_or_failed_is_one_line_each() -> None:
+def test_new_gone_and_failed_methods_are_one_line_each() -> None:
     old = rows(measures=["perplexity"])
     without = [row for row in old if row.method != "kivi2"]
     assert [kind for kind, *_ in against_kinds(old, without)] == ["gone"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvbench.report.compare.measures import shipped_headlines
+from kvbench.report.compare.declared import shipped_headlines
 from kvbench.report.page.write import write_report
 from kvbench.report.tables.headlines import COUNTS, better_of, headlines_of, reading_order
 from kvbench.report.tables.measure_tables import TerminalTable, build_tables

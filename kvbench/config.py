@@ -10,17 +10,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra import compose
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from kvbench.composing import composed
 from kvbench.errors import UserError
 
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
 
-OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy")
+OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy", "protect_first", "protect_last")
 """Root keys likewise, kept in the row's `knobs`."""
+
+PLAIN_KEYS = (*KNOBS, *OTHER_KNOBS)
+"""Root keys on which no choice of a config group depends."""
 
 GROUPS = ("method", "store", "model", "data")
 """Config groups of which a run has one choice each."""
@@ -87,7 +90,7 @@ def method_configs(config: DictConfig, overrides: list[str]) -> list[MethodConfi
     if not any(method.is_baseline for method in found):
         # What was said about another method's own settings is none of the baseline's.
         common = [override for override in _without(overrides, "compare") if _root(override) not in ("method", "store")]
-        found.insert(0, method_config(compose("config", [*common, "method=full", "store=dense"])))
+        found.insert(0, method_config(composed([*common, "method=full", "store=dense"], PLAIN_KEYS)))
     found.sort(key=lambda method: not method.is_baseline)
     return list({json.dumps(method.effective, sort_keys=True): method for method in found}.values())
 
@@ -103,7 +106,7 @@ def _compose_entries(compare: Any, overrides: list[str]) -> Iterator[DictConfig]
         raise UserError("compare=... with method=... is ambiguous; put the method into the list")
     common = _without(overrides, "compare")
     for entry in entries:
-        yield compose("config", [*common, *entry_overrides(entry)])
+        yield composed([*common, *entry_overrides(entry)], PLAIN_KEYS)
 
 
 def entry_overrides(entry: str) -> list[str]:
@@ -172,7 +175,8 @@ def method_config(config: DictConfig) -> MethodConfig:
             if key in ("_target_", "inner"):
                 continue
             target, at = (columns, knob) if knob in KNOBS else (others, str(key))
-            target[str(at)] = resolved[key]
+            if target is columns or resolved[key] is not None:  # the row's `knobs` hold what is set
+                target[str(at)] = resolved[key]
             if key in ("k_bits", "v_bits"):
                 columns[str(key)] = resolved[key]
     if "k_bits" in columns:
@@ -188,7 +192,7 @@ def _wrapped(config: DictConfig, group: str, name: Any) -> DictConfig:
     if not isinstance(name, str):
         raise UserError(unknown)
     try:
-        found: DictConfig = compose("config", [f"{group}={name}"])[group]
+        found: DictConfig = composed([f"{group}={name}"])[group]
     except HydraException as error:
         raise UserError(unknown) from error
     if "inner" in found[part] or (group == "method" and "fixed" in found):

@@ -1,6 +1,7 @@
 """`python -m kvbench method=h2o budget=1000`: the command line. Imports no torch until there is something to run."""
 
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -13,11 +14,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.messages import help_text, names, one_line, root_settings, several, unknown_key
-from kvbench.cli.status import describe, survey
+from kvbench.cli.status import describe
 from kvbench.config import GROUPS, check_measures, method_configs
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
-from kvbench.sweep.plan import LAUNCHER, Sweep, is_setting, job_of, job_record, launcher_of, plan_sweep
+from kvbench.sweep.plan import check_hydra_folders, is_setting, job_of, launcher_of, plan_sweep
+from kvbench.sweep.plan_files import LAUNCHER, Sweep, job_record
 from kvbench.sweep.signals import Terminated
+from kvbench.sweep.survey import survey
 from kvbench.sweep.watch import until_idle, wait_for_jobs
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -46,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     codes: list[int] = []
     try:
         arguments = check_words(arguments)
+        check_hydra_folders(arguments)
         if "-m" in arguments or "--multirun" in arguments:
             return run_sweep(arguments)
         if launcher := launcher_of(arguments):
@@ -72,7 +76,7 @@ def run_sweep(arguments: list[str]) -> int:
         sweep = plan_sweep(words, ["python", *sys.orig_argv[1:]])
         if not any(word.startswith("hydra.sweep.dir=") for word in words):
             words.append(f"hydra.sweep.dir='{sweep.folder / LAUNCHER if launcher else scratch}'")
-        print(f"sweep: {sweep.folder}\nhow it goes: python -m kvbench.status {sweep.folder}", flush=True)
+        print(f"sweep: {sweep.folder}\nprogress: python -m kvbench.status {shlex.quote(str(sweep.folder))}", flush=True)
         try:
             with until_idle(sweep) if launcher else nullcontext():
                 run_hydra(words, codes, sweep)
@@ -91,12 +95,12 @@ def run_sweep(arguments: list[str]) -> int:
         from rich.console import Console
 
         from kvbench.report.tables.measure_tables import TerminalTable
-        from kvbench.results.folder import find_runs
+        from kvbench.results.loading import find_runs
         from kvbench.results.recorded_config import read_config, recorded_headlines
 
         Console().print(TerminalTable(rows, recorded_headlines(map(read_config, find_runs(sweep.folder)))))
     print(describe(found))
-    print(f"report: python -m kvbench.report {sweep.folder}")
+    print(f"report: python -m kvbench.report {shlex.quote(str(sweep.folder))}")
     return EXIT_SOME_FAILED if not found.complete else EXIT_USER_ERROR if found.refused else 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
+from kvbench.files import writing_to
 
 EXAMPLE = "python -m kvbench.report results/"
 
@@ -41,11 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = _out_folder(given.paths, given.out)
         # Imported late: matplotlib and pandas take a second, which --help and a typing error need not wait for.
         from kvbench.report.page.write import write_report
-        from kvbench.results.folder import check_writable, find_runs
+        from kvbench.results.folder import check_writable
+        from kvbench.results.loading import find_runs
 
         find_runs(given.paths)  # raises before anything is written
         check_writable(out, "report folder")
-        print(write_report(given.paths, out))
+        with writing_to(out, "report folder"):
+            page = write_report(given.paths, out)
+        print(page)
     except UserError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -62,12 +66,14 @@ def _against(old: Path, new: Path, others: Sequence[Path], out: Path | None) -> 
 
     from kvbench.report.page.write import write_changes
     from kvbench.report.tables.table import for_terminal
-    from kvbench.results.folder import check_writable, find_runs
+    from kvbench.results.folder import check_writable
+    from kvbench.results.loading import find_runs
 
     find_runs([old, new])
     out = out or (new.parent if new.is_file() else new) / "against"
     check_writable(out, "report folder")
-    table, sentence = write_changes(old, new, out)
+    with writing_to(out, "report folder"):
+        table, sentence = write_changes(old, new, out)
     console = Console()
     if table is not None:
         console.print(for_terminal(table, console.width))

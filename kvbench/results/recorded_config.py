@@ -8,15 +8,19 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from kvbench.results.folder import CONFIG
+from kvbench.results.checks import skip
 from kvbench.results.headline import Headline, headlines_from
+from kvbench.results.run_files import CONFIG
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The resolved config of a run folder; {} where config.yaml is missing or cannot be read."""
+    """The resolved config of a run folder; {} where config.yaml is missing or, after a warning, cannot be read."""
     try:
         content = yaml.load((run / CONFIG).read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        skip(run / CONFIG, f"it is no readable YAML file ({error})")
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -1,4 +1,4 @@
-"""The row: one measured number and every knob that made it, and rows as a table.
+"""The row: one measured number with every setting that it depends on; and rows as a table.
 
 The columns are the fields of `Row` and are listed nowhere else.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 WEIGHTS = ("trained", "repeated", "pooled", "random")
 """Where a model's weights come from. trained: a checkpoint. repeated, pooled: a checkpoint whose KV heads were repeated
@@ -37,7 +38,7 @@ ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number and everything that made it. None means: this knob plays no part here."""
+    """One measured number with the settings that it depends on. None: the setting does not apply to this number."""
 
     run: str | None = None  # name of the run folder; filled in by RunFolder.add
     model: str | None = None
@@ -192,16 +193,29 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return frame_of_table(table_of(list(rows)))
 
 
-def frame_of_table(table: pa.Table) -> pd.DataFrame:
-    """An Arrow table in nullable dtypes."""
-    # Folders written by other versions may lack a column or have one more.
+def to_rows(table: pa.Table) -> pa.Table:
+    """The table with the columns of `SCHEMA`. Raises as `with_columns` does."""
+    table = with_columns(table, SCHEMA)
+    status = COLUMNS.index("status")
+    return table.set_column(status, SCHEMA.field(status), pc.fill_null(table["status"], "ok"))
+
+
+def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the columns of a schema, null where it lacks one: other versions wrote fewer columns, or more.
+
+    Raises ArrowInvalid, ArrowNotImplementedError or KeyError where values are of another kind.
+    """
+    known = set(table.column_names)
     columns = [
-        table[name].cast(SCHEMA.field(name).type)
-        if name in table.column_names
-        else pa.nulls(table.num_rows, SCHEMA.field(name).type)
-        for name in COLUMNS
+        table[field.name].cast(field.type) if field.name in known else pa.nulls(table.num_rows, field.type)
+        for field in schema
     ]
-    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def frame_of_table(table: pa.Table) -> pd.DataFrame:
+    """A table of `SCHEMA` in nullable dtypes."""
+    frame: pd.DataFrame = table.to_pandas(
         types_mapper=_PANDAS.get,
         use_threads=False,  # tables of some rows; and in a memory limit no thread can start
     )
@@ -213,14 +227,14 @@ HUGE = 1e100
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame as `kvbench.results.folder.load` returns it, with None for what is missing."""
+    """The rows of a frame as `kvbench.results.loading.load` returns it, with None for what is missing."""
     plain = frame[list(COLUMNS)].astype(object)
     records = plain.where(frame.notna(), None).to_dict("records")
     return [_sound(Row(**{str(name): value for name, value in record.items()})) for record in records]
 
 
 def _sound(row: Row) -> Row:
-    """The row with numbers that a table and an axis can hold: None for the others, an interval whole or not at all."""
+    """The row with None for numbers that no table and no axis can hold, and for an interval with such a bound."""
     value = row.value if row.value is not None and abs(row.value) < HUGE else None
     bounds = [bound for bound in (row.low, row.high) if bound is not None and abs(bound) < HUGE]
     low, high = sorted(bounds) if len(bounds) == 2 else (None, None)

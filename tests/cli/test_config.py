@@ -30,7 +30,7 @@ from kvbench.measures.measure import Measure, read_measure
 from kvbench.measures.memory import Memory
 from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity import Perplexity
-from kvbench.results.folder import resume_key
+from kvbench.results.resume_key import resume_key
 from kvbench.results.row import COLUMNS
 
 

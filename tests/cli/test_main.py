@@ -18,7 +18,8 @@ from kvbench.cli.main import check_words, main
 from kvbench.cli.messages import SWITCHES, help_text, names, unknown_key
 from kvbench.config import GROUPS, KNOBS, MEASURES, OTHER_KNOBS
 from kvbench.errors import UserError
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
+from kvbench.results.run_files import read_status
 from tests.shared.paths import ROOT
 from tests.shared.text import light
 

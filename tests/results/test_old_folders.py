@@ -8,8 +8,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from kvbench.results.folder import METRICS, RunFolder, load, rows_between
+from kvbench.results.folder import RunFolder
+from kvbench.results.loading import load
 from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
+from kvbench.results.run_files import METRICS, read_run
 from tests.shared.paths import ROOT
 from tests.shared.rows import BASE
 
@@ -43,7 +45,7 @@ def made(note: str | None, **columns: object) -> Row:
 def test_weights_of_an_old_folder_follow_its_notes(tmp_path: Path, row: Row, weights: str) -> None:
     path = old_folder(tmp_path, [row, replace(row, metric="slack_bytes", note=None)])
     assert list(load(path)["weights"]) == [weights] * 2  # a row without the note is of the same model
-    assert list(rows_between(path, 1, 2)["weights"]) == [weights]
+    assert list(read_run(path).frame([1])["weights"]) == [weights]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from kvbench.errors import UserError
 from kvbench.report.page.write import write_report
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from kvbench.results.row import KNOBS, Row, rows_of
 from tests.shared.paths import ROOT
 

@@ -18,6 +18,7 @@ from kvbench.report.compare.comparison import (
 )
 from kvbench.report.compare.names import heads_text, labels, name_list, short_model
 from kvbench.report.compare.needle_hits import hits_of, uninformative_places
+from kvbench.results.loading import Loaded
 from kvbench.results.row import FLAGS, GRAPH, Row, flags_of
 
 EXACT = ("full", "recompute")
@@ -58,6 +59,15 @@ def find_warnings(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | N
         *_notes(rows, names),
     ]
     return list(dict.fromkeys(found))
+
+
+def lost_rows(loaded: Loaded) -> list[ReportWarning]:
+    """One warning where fewer rows were found than the status.json files count."""
+    if loaded.found == loaded.promised:
+        return []
+    folders = name_list([run.name for run in loaded.incomplete], MOST_NAMES)
+    counted = f"{loaded.found:,} rows found of {loaded.promised:,} that the status.json files count"
+    return [ReportWarning("rows lost", f"{counted}; metrics.parquet is lost or damaged in {folders}")]
 
 
 def _runs(runs: Mapping[str, Mapping[str, Any]]) -> Iterable[ReportWarning]:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from kvbench.report.compare.comparison import MODEL_AND_DEVICE, comparison_key, config_of, is_baseline
-from kvbench.results.folder import METRICS, SAMPLES
 from kvbench.results.row import KNOBS, Row
+from kvbench.results.run_files import read_metrics, sample_records
 
 COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
 NO_KNOB = ("seed",)
@@ -33,11 +31,10 @@ def read_samples(runs: Iterable[Path]) -> list[WindowSample]:
     """Paired differences of all perplexity windows. Of a window measured twice the later one counts."""
     found: dict[tuple[Any, ...], WindowSample] = {}
     for run in runs:
-        file = run / SAMPLES
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-        setting = _setting(run) if lines else {}
-        for line in lines:
-            for sample in _differences(_json_object(line), setting):
+        records = sample_records(run)
+        setting = _setting(run) if records else {}
+        for record in records:
+            for sample in _differences(record, setting):
                 key = (comparison_key(sample.row), config_of(sample.row), sample.row.context, sample.window)
                 found[key] = sample
     return list(found.values())
@@ -45,25 +42,31 @@ def read_samples(runs: Iterable[Path]) -> list[WindowSample]:
 
 def _setting(run: Path) -> dict[str, Any]:
     """Model and device of a run, which samples do not repeat."""
-    if not (run / METRICS).is_file():
-        return {}
-    file = pq.ParquetFile(run / METRICS)
-    known = [name for name in MODEL_AND_DEVICE if name in file.schema_arrow.names]
-    first = file.read(columns=known).slice(0, 1).to_pylist()
+    metrics = read_metrics(run)
+    first = [] if metrics is None else metrics.select(list(MODEL_AND_DEVICE)).slice(0, 1).to_pylist()
     return first[0] if first else {}
 
 
 def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[WindowSample]:
-    if record.get("measure") != "perplexity":
+    if record.get("measure") != "perplexity" or not isinstance(record.get("context"), int | None):
         return []
     methods = record.get("methods")
-    entries = [entry for entry in methods if isinstance(entry, Mapping)] if isinstance(methods, list) else []
+    entries = [entry for entry in methods if _is_entry(entry)] if isinstance(methods, list) else []
     scored = [(_row(entry, record, setting), float(entry["nll"])) for entry in entries if _finite(entry.get("nll"))]
     base = next((nll for row, nll in scored if is_baseline(row)), None)
     if base is None:
         return []
     window = str(record.get("sha256"))
     return [WindowSample(row, window, nll - base) for row, nll in scored if not is_baseline(row)]
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry of a sample names a method, a store and plain knobs."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("method"), str):
+        return False
+    knobs = entry.get("knobs")
+    plain = isinstance(knobs, Mapping | None) and not any(isinstance(v, list | dict) for v in (knobs or {}).values())
+    return plain and isinstance(entry.get("store"), str | None)
 
 
 def _finite(value: Any) -> bool:
@@ -81,11 +84,3 @@ def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[s
     return Row(
         method=entry.get("method"), store=entry.get("store"), context=record.get("context"), **setting, **columns
     )
-
-
-def _json_object(line: str) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except ValueError:  # the last line of a run that is still being written
-        return {}
-    return content if isinstance(content, dict) else {}

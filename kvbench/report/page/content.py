@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from kvbench.files import read_json
 from kvbench.report.advice.advice import Advice
 from kvbench.report.advice.scenarios import advise
 from kvbench.report.advice.summary import summary
@@ -25,9 +22,9 @@ from kvbench.report.tables.measure_tables import build_tables
 from kvbench.report.tables.method_tables import overview, traits_table
 from kvbench.report.tables.published import published_tables
 from kvbench.report.tables.table import Table
-from kvbench.results.folder import METRICS, PROVENANCE, read_status
 from kvbench.results.recorded_config import read_config, recorded_headlines
 from kvbench.results.row import Row
+from kvbench.results.run_files import read_metrics, read_provenance, read_status
 
 
 @dataclass
@@ -49,7 +46,7 @@ class Report:
 
 def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report:
     """Draw the figures into `out` and gather everything else."""
-    provenance: dict[str, Mapping[str, Any]] = {run.name: read_json(run / PROVENANCE) for run in runs}
+    provenance: dict[str, Mapping[str, Any]] = {run.name: read_provenance(run) for run in runs}
     configs = {run: read_config(run) for run in runs}
     headlines = recorded_headlines(configs.values())
     groups = groups_of(rows)
@@ -82,10 +79,8 @@ def _recorded(
         run.name: RecordedRun(str(provenance[run.name].get("command") or ""), config) for run, config in configs.items()
     }
     for run in configs:
-        if (run / METRICS).exists():
-            file = pq.ParquetFile(run / METRICS)
-            known = ["run"] if "run" in file.schema_arrow.names else []  # folders of other versions may lack it
-            names = file.read(columns=known)["run"].unique().to_pylist() if known else []
+        if (metrics := read_metrics(run)) is not None:
+            names = metrics["run"].unique().to_pylist()
             found |= {name: found[run.name] for name in names if name is not None and name not in found}
     return found
 

@@ -12,7 +12,7 @@ from kvbench.report.figures.all_figures import DrawnFigure
 from kvbench.report.page.content import Report
 from kvbench.report.page.table_files import to_markdown
 from kvbench.report.tables.table import Table, shared_caption
-from kvbench.results.folder import PROVENANCE
+from kvbench.results.run_files import PROVENANCE
 
 MOST_COMMANDS = 20
 NO_WARNINGS = (

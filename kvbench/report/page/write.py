@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.files import write_atomic
+from kvbench.report.compare.warnings import lost_rows
 from kvbench.report.page.content import build_report
 from kvbench.report.page.html import changes_html, report_html
 from kvbench.report.page.markdown import report_markdown
 from kvbench.report.page.table_files import to_csv, to_latex, to_markdown, written_forms
 from kvbench.report.tables.changes import changes, changes_sentence, changes_table
 from kvbench.report.tables.table import Table
-from kvbench.results.folder import METRICS, find_runs, load
+from kvbench.results.loading import find_runs, load, load_what_is_there
 from kvbench.results.recorded_config import read_config, recorded_headlines
 from kvbench.results.row import rows_of
 
@@ -23,13 +24,14 @@ MOST_LINES = 40
 def write_report(paths: Sequence[Path], out: Path) -> Path:
     """Write report.html, report.md, the tables and the figures into `out`; returns the path of report.html.
 
-    Runs that failed or are still going are reported as they stand, with warnings. Raises UserError if the paths hold
-    no run folder.
+    Runs that failed or are still going are reported as they stand, with warnings; damaged files are skipped, and a
+    warning says how many rows are lost. Raises UserError if the paths hold no run folder.
     """
     runs = find_runs(paths)
-    rows = rows_of(load(paths)) if any((run / METRICS).exists() for run in runs) else []
+    loaded = load_what_is_there(paths)
     out.mkdir(parents=True, exist_ok=True)
-    report = build_report(runs, rows, out)
+    report = build_report(runs, rows_of(loaded.frame), out)
+    report.warnings[:0] = lost_rows(loaded)
     for table in [*report.tables, *([report.traits] if report.traits else [])]:
         for ending, content in written_forms(table).items():
             write_atomic(out / f"{table.name}.{ending}", content)

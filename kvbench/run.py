@@ -15,7 +15,7 @@ from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.build import Method, check_model, decode_kernel
 from kvbench.cache.calibrate import calibrate
 from kvbench.cache.rule import check_budget, is_whole
-from kvbench.config import MethodConfig, check_measures
+from kvbench.config import MethodConfig, chosen_measures
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.kernels import KERNELS
 from kvbench.measures.context import Bench, Entry
@@ -71,7 +71,7 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     are done already, no model is loaded and no folder made.
     """
     progress = Progress()
-    measures = check_measures(config.measure)
+    measures = chosen_measures(config)
     settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
     check_switches(config)
     published = published_of(config.published)
@@ -266,12 +266,12 @@ def _resolved(config: DictConfig, methods: list[MethodConfig]) -> dict[str, Any]
         "model",
         "data",
         "published",
-        *check_measures(config.measure),
+        *chosen_measures(config),
     )
     nodes = OmegaConf.to_container(config, resolve=True)
     assert isinstance(nodes, dict)
     return {
-        "measure": check_measures(config.measure),
+        "measure": chosen_measures(config),
         "methods": [method.effective for method in methods],
         **{key: nodes[key] for key in keep},
     }

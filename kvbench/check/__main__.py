@@ -11,14 +11,14 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.main import check_override
-from kvbench.cli.messages import names, one_line
-from kvbench.config import MethodConfig, entry_overrides, method_config
+from kvbench.cli.words import check_override
+from kvbench.config import ConfigSources, MethodConfig, entry_overrides, method_config, take_sources
+from kvbench.config.error_lines import check_root, one_line
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
 from kvbench.models.shape import mla_layout
 from kvbench.sweep.plan import node_of
@@ -48,24 +48,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(word in ("-h", "--help", "help") for word in words):
         print(USAGE)
         return 0
+    sources = BUILT_IN
     try:
-        settings = [word for word in words if word != "all"]
+        sources, rest = take_sources(words)
+        settings = [word for word in rest if word != "all"]
         for word in settings:
-            check_override(word)
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            return check(settings, everything="all" in words)
+            check_override(word, sources)
+        return check(settings, sources, everything="all" in rest)
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench: {one_line(error)}", file=sys.stderr)
+        print(f"kvbench: {one_line(error, sources)}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-def check(words: list[str], everything: bool = False) -> int:
+def check(words: list[str], sources: ConfigSources, everything: bool = False) -> int:
     """Run every identity of the model and methods that the words name; everything: of all methods and stores."""
-    config = compose("config", words)
+    config = sources.composed(words)
+    check_root(config, sources)
     from kvbench.run import check_switches
 
     check_switches(config)
-    subjects = [subject_of(entry) for entry in entries_of(config, words, everything)]
+    subjects = [subject_of(entry, sources) for entry in entries_of(config, words, sources, everything)]
     started, failed, n, kernel = time.perf_counter(), 0, 0, ""
     for i, (trial, tried) in enumerate(trials(config, subjects)):
         for verdict in verdicts(trial, tried, with_model=i == 0):
@@ -95,7 +97,9 @@ def prompt_for(subject: Subject) -> int:
     return max(PROMPT, 2 * (subject.make(None).rule.tokens(PROMPT) or 0))
 
 
-def entries_of(config: DictConfig, words: list[str], everything: bool = False) -> Iterator[list[str]]:
+def entries_of(
+    config: DictConfig, words: list[str], sources: ConfigSources, everything: bool = False
+) -> Iterator[list[str]]:
     """The overrides of each method to check: those that the words name, else those of conf/check.yaml, or every method
     and full in every store."""
     keys = [word.split("=")[0] for word in words]
@@ -103,18 +107,19 @@ def entries_of(config: DictConfig, words: list[str], everything: bool = False) -
     if config.compare is not None:
         if "method" in keys or "store" in keys:
             raise UserError("compare=... with method= or store= is ambiguous; put both into the list, as h2o+int4")
-        entries = [entry_overrides(str(entry)) for entry in config.compare]
+        entries = [entry_overrides(str(entry), sources.knobs) for entry in config.compare]
     elif "method" in keys or "store" in keys:
         entries = [[word for word in words if word.split("=")[0] in ("method", "store")]]
     elif not everything:
         entries = [entry_overrides(entry) for entry in default_entries()]
     else:
-        # What transformers brings (hf_) is here to be measured; what it promises is not ours to check.
-        entries = [[f"method={name}"] for name in names("method") if not name.startswith("hf_")]
-        entries += [["method=full", f"store={name}"] for name in names("store") if not name.startswith(("kivi", "hf_"))]
+        # hf_ caches come from transformers: kvbench measures them and promises nothing about them.
+        methods, stores = sources.files("method"), sources.files("store")
+        entries = [[f"method={name}"] for name in methods if not name.startswith("hf_")]
+        entries += [["method=full", f"store={name}"] for name in stores if not name.startswith(("kivi", "hf_"))]
     for entry in entries:
         overrides = [*common, *entry]
-        yield [*overrides, *(default_budget(overrides) if wants_budget(overrides) else [])]
+        yield [*overrides, *(default_budget(overrides, sources) if wants_budget(overrides, sources) else [])]
 
 
 def default_entries() -> list[str]:
@@ -122,29 +127,30 @@ def default_entries() -> list[str]:
     return [str(entry) for entry in yaml.safe_load(resources.files("kvbench.conf").joinpath("check.yaml").read_text())]
 
 
-def default_budget(overrides: list[str]) -> list[str]:
+def default_budget(overrides: list[str], sources: ConfigSources) -> list[str]:
     """The smaller of BUDGETS that the method takes."""
     try:
-        subject_of(overrides).make(BUDGETS[0])
+        subject_of(overrides, sources).make(BUDGETS[0])
     except (UserError, HydraException):
         return [f"budget={BUDGETS[1]}"]
     return [f"budget={BUDGETS[0]}"]
 
 
-def wants_budget(overrides: list[str]) -> bool:
+def wants_budget(overrides: list[str], sources: ConfigSources) -> bool:
     """Whether the method reads a budget, and none is given."""
-    config = compose("config", overrides)
+    config = sources.composed(overrides)
     return config.budget is None and "${budget}" in str(OmegaConf.to_container(config.method, resolve=False))
 
 
-def subject_of(overrides: list[str]) -> Subject:
+def subject_of(overrides: list[str], sources: ConfigSources = BUILT_IN) -> Subject:
     """The method of the overrides, which can be built again and again."""
     from kvbench.check.identities import Subject
     from kvbench.run import instantiate
 
     @cache  # a config takes longer to compose than some identities to check
     def composed(budget: int | None) -> MethodConfig:
-        return method_config(compose("config", [*overrides, *([] if budget is None else [f"budget={budget}"])]))
+        with_budget = [*overrides, *([] if budget is None else [f"budget={budget}"])]
+        return method_config(sources.composed(with_budget), sources)
 
     return Subject(composed(None).label, lambda budget: instantiate(composed(budget)))
 

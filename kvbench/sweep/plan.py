@@ -16,13 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import check_measures, method_configs
+from kvbench.config import ConfigSources, chosen_measures, method_configs
 from kvbench.errors import UserError
 from kvbench.files import read_json, to_json, write_atomic
 from kvbench.measures.settings import KINDS, read_settings
@@ -89,8 +85,8 @@ def job_of(config: DictConfig, sweep: Sweep | None) -> Job:
 
 
 def cells_of(config: DictConfig, overrides: list[str]) -> list[Cell]:
-    """The cells of a job, without their keys. Raises UserError and Hydra's errors; Hydra must be initialised."""
-    measures = check_measures(config.measure)
+    """The cells of a job, without their keys. Raises UserError, and Hydra's errors for unknown names and keys."""
+    measures = chosen_measures(config)
     settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
     methods = method_configs(config, overrides)
     common = common_of(config)
@@ -98,14 +94,17 @@ def cells_of(config: DictConfig, overrides: list[str]) -> list[Cell]:
 
 
 def node_of(config: DictConfig, name: str) -> dict[str, Any]:
-    """A node of the config as a plain mapping. Raises UserError where a value stands in its place."""
+    """A node of the config as a plain mapping, without its class.
+
+    Raises UserError where a value stands in its place.
+    """
     node = OmegaConf.to_container(config[name], resolve=True) if OmegaConf.is_dict(config[name]) else config[name]
     if not isinstance(node, dict):
         raise UserError(f"{name}={node} is not a group of settings; type {name}.KEY=VALUE")
-    return {str(key): value for key, value in node.items()}
+    return {str(key): value for key, value in node.items() if key != "_target_"}
 
 
-def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
+def plan_sweep(words: Sequence[str], sources: ConfigSources, command: list[str]) -> Sweep:
     """Compose every job of the words under -m and write the plan; nothing is launched.
 
     A job whose methods contradict each other is planned as refused and costs the others nothing. Raises UserError, and
@@ -118,20 +117,19 @@ def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
     cells: dict[str, Cell] = {}
     results: set[str] = set()
     rerun: str | None = None
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        for overrides in expand(words):
-            config = compose("config", overrides)
-            of_job = job_of(config, None)
-            results.add(str(of_job.results))
-            rerun = of_job.rerun
-            planned: dict[str, Any] = {"overrides": overrides, "cells": [], "refused": None}
-            try:
-                found = {cell.id: cell for cell in cells_of(config, overrides)}
-                cells |= found
-                planned["cells"] = list(found)
-            except UserError as error:
-                planned["refused"] = str(error)
-            jobs.append(planned)
+    for overrides in expand(words, sources):
+        config = sources.composed(overrides)
+        of_job = job_of(config, None)
+        results.add(str(of_job.results))
+        rerun = of_job.rerun
+        planned: dict[str, Any] = {"overrides": overrides, "cells": [], "refused": None}
+        try:
+            found = {cell.id: cell for cell in cells_of(config, [*sources.words, *overrides])}
+            cells |= found
+            planned["cells"] = list(found)
+        except UserError as error:
+            planned["refused"] = str(error)
+        jobs.append(planned)
     if len(results) != 1:
         given = ", ".join(sorted(results))
         raise UserError(f"a sweep writes to one results folder, not to {given}; type one results_dir=")
@@ -162,18 +160,9 @@ def launcher_of(words: Sequence[str]) -> str | None:
     return name
 
 
-def expand(words: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job, as Hydra's own sweeper splits them. Hydra must be initialised."""
-    kept = [word for word in words if not word.startswith("-") and is_setting(word)]
-    # Internal to Hydra, pinned below 1.4: a plan must split the words exactly as the sweeper is going to.
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    batches = BasicSweeper.split_arguments(parser.parse_overrides(kept), None)
-    return [list(overrides) for batch in batches for overrides in batch]
-
-
-def is_setting(word: str) -> bool:
-    """False for what is Hydra's business alone; where it looks for configs matters to every compose."""
-    return not word.startswith(("hydra.", "hydra/")) or word.startswith("hydra.searchpath=")
+def expand(words: Sequence[str], sources: ConfigSources) -> list[list[str]]:
+    """The overrides of each job of the words under -m."""
+    return sources.jobs([word for word in words if not word.startswith(("-", "hydra.", "hydra/"))])
 
 
 def sweep_name(words: Sequence[str]) -> str:

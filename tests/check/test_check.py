@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from torch import Tensor
 
 from kvbench.cache import rotary
@@ -20,6 +19,7 @@ from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape, Store
 from kvbench.check.__main__ import entries_of, main
 from kvbench.check.identities import Subject, Trial, method_identities, model_identities
+from kvbench.config.sources import BUILT_IN
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
@@ -219,10 +219,9 @@ def test_unusable_input_is_one_line(words: list[str], answer: str, capsys: pytes
 
 
 def test_by_itself_it_tries_each_kind_of_method_and_store() -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        config = compose("config", TINY)
-        tried = [[word for word in entry if word not in TINY] for entry in entries_of(config, TINY)]
-        every = list(entries_of(config, TINY, everything=True))
+    config = BUILT_IN.composed(TINY)
+    tried = [[word for word in entry if word not in TINY] for entry in entries_of(config, TINY, BUILT_IN)]
+    every = list(entries_of(config, TINY, BUILT_IN, everything=True))
     assert tried[0] == ["method=full"] and ["method=h2o", "budget=96"] in tried
     assert ["method=snapkv", "store=int4", "budget=96"] in tried
     assert len(every) >= 3 * len(tried)

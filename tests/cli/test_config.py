@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from kvbench.cli.main import sweep_words
-from kvbench.cli.messages import names
+from kvbench.cli.words import sweep_words
 from kvbench.config import (
     KNOBS,
     OTHER_KNOBS,
     MethodConfig,
-    check_measures,
+    chosen_measures,
     did_you_mean,
     entry_overrides,
     method_configs,
 )
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.measures.settings import Latency, Memory, Needle, Perplexity, read_settings
 from kvbench.results.folder import resume_key
 from kvbench.results.row import COLUMNS
+from kvbench.sweep.plan import node_of
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hydra() -> Iterator[None]:
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        yield
+def compose(*words: str) -> DictConfig:
+    return BUILT_IN.composed(words)
 
 
 def found(*words: str) -> list[MethodConfig]:
-    return method_configs(compose("config", list(words)), list(words))
+    return method_configs(compose(*words), list(words))
 
 
 def labels(*words: str) -> list[str]:
@@ -188,12 +185,12 @@ def test_every_knob_that_can_change_a_number_changes_the_key(method: str, change
 
 
 def test_every_method_composes_with_its_own_store_and_says_its_name() -> None:
-    for name in names("method"):
+    for name in BUILT_IN.files("method"):
         methods = found(f"method={name}", "budget=64")
         assert methods[-1].name == name
         assert methods[0].is_baseline
         assert methods[-1].rule["_target_"].startswith("kvbench.methods.")
-    for name in names("store"):
+    for name in BUILT_IN.files("store"):
         if not name.startswith(("kivi", "hf_")):
             assert found("method=full", f"store={name}")[-1].store == name
 
@@ -240,7 +237,7 @@ FIRST_LIGHT = [
 
 
 def test_first_light_is_the_command_spelled_out() -> None:
-    preset, spelled = compose("config", ["experiment=first_light"]), compose("config", FIRST_LIGHT)
+    preset, spelled = compose("experiment=first_light"), compose(*FIRST_LIGHT)
     assert OmegaConf.to_container(preset, resolve=True) == OmegaConf.to_container(spelled, resolve=True)
     assert [m.effective for m in found("experiment=first_light")] == [m.effective for m in found(*FIRST_LIGHT)]
     assert len(found("experiment=first_light")) == 7
@@ -252,15 +249,14 @@ def test_a_preset_can_be_changed() -> None:
 
 
 def test_defaults_are_those_of_the_design() -> None:
-    config = compose("config", ["method=h2o", "budget=1000"])
-    assert check_measures(config.measure) == ["perplexity", "needle", "memory", "latency"]
-    nodes: Any = OmegaConf.to_container(config, resolve=True)
-    perplexity = read_settings(Perplexity, "perplexity", nodes["perplexity"])
+    config = compose("method=h2o", "budget=1000")
+    assert chosen_measures(config) == ["perplexity", "needle", "memory", "latency"]
+    perplexity = read_settings(Perplexity, "perplexity", node_of(config, "perplexity"))
     assert (perplexity.context, perplexity.tokens, perplexity.windows) == (3072, 128, 2)
-    needle = read_settings(Needle, "needle", nodes["needle"])
+    needle = read_settings(Needle, "needle", node_of(config, "needle"))
     assert (needle.lengths, needle.depths, needle.samples, needle.question) == ([2048], [0.1, 0.5, 0.9], 4, ["after"])
-    assert read_settings(Memory, "memory", nodes["memory"]).contexts == [512, 2048, 4096]
-    assert read_settings(Latency, "latency", nodes["latency"]).contexts == [512, 2048, 4096]
+    assert read_settings(Memory, "memory", node_of(config, "memory")).contexts == [512, 2048, 4096]
+    assert read_settings(Latency, "latency", node_of(config, "latency")).contexts == [512, 2048, 4096]
     assert (config.seed, config.kernel, config.threads) == (0, "auto", None)
 
 
@@ -277,15 +273,21 @@ def test_defaults_are_those_of_the_design() -> None:
     ],
 )
 def test_packing(words: list[str], packed: list[str]) -> None:
-    assert sweep_words(words) == packed
+    assert sweep_words(words, BUILT_IN) == packed
 
 
 def test_measures() -> None:
-    assert check_measures("memory") == ["memory"]
-    assert check_measures(["memory", "latency", "memory"]) == ["memory", "latency"]
+    def chosen(measure: Any) -> list[str]:
+        return chosen_measures(OmegaConf.create(dict(compose()) | {"measure": measure}))
+
+    assert chosen("memory") == ["memory"]
+    assert chosen(["memory", "latency", "memory"]) == ["memory", "latency"]
+    known = "fidelity, latency, memory, needle, paging, perplexity, tasks"
     for nothing in (None, [], "", ["memory", "speed"], [3], 3, [["memory"]]):
-        with pytest.raises(UserError, match="choose from perplexity, needle, tasks, fidelity, memory, latency"):
-            check_measures(nothing)
+        with pytest.raises(UserError, match=f"choose from {known}"):
+            chosen(nothing)
+    with pytest.raises(UserError, match="is not a list; type measure="):
+        chosen({"a": 1})
 
 
 # settings of measures
@@ -338,6 +340,6 @@ def test_yaml_files_say_what_they_are() -> None:
     from importlib import resources
 
     for group, key in (("method", "method"), ("store", None)):
-        for name in names(group):
+        for name in BUILT_IN.files(group):
             content = yaml.safe_load(resources.files("kvbench.conf").joinpath(group, f"{name}.yaml").read_text())
             assert content.get(key, content)["name"] == name

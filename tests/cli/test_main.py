@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from kvbench import run
-from kvbench.cli.main import check_words, main
-from kvbench.cli.messages import SWITCHES, help_text, names, unknown_key
-from kvbench.config import GROUPS, KNOBS, MEASURES, OTHER_KNOBS
+from kvbench.cli.help_text import SWITCHES, help_text
+from kvbench.cli.main import main
+from kvbench.cli.words import check_words
+from kvbench.config import GROUPS, KNOBS, OTHER_KNOBS
+from kvbench.config.error_lines import unknown_key
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.results.folder import find_runs, load, read_status
 from tests.shared.paths import ROOT
@@ -71,7 +74,7 @@ BAD = [
     (["model.pth=x"], "did you mean model.path?"),
     (["model.load_kwargs.foo=1"], "type +model.load_kwargs.foo=VALUE"),
     (["measure=[memry]"], "measure=memry is unknown (did you mean memory?)"),
-    (["measure=[]"], "measure=[] measures nothing; choose from perplexity"),
+    (["measure=[]"], "measure=[] measures nothing; choose from fidelity"),
     (["method=gqa"], "model=smollm2-135m"),
     (["method=mqa"], "type model=gemma3-270m"),
     (["method=mla"], "type model="),
@@ -251,14 +254,15 @@ def test_a_sweep_of_something_unknown_begins_nothing(
 def test_help_names_every_choice_and_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["-h"], ["help"], ["method=h2o", "--help"]):
         assert main(words) == 0
-        assert capsys.readouterr().out.rstrip() == help_text()
-    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in help_text().splitlines() if line.startswith("  ")}
-    for group in ("method", "store", "model", "data", "experiment"):
-        assert names(group)
-        for name, line in names(group).items():
+        assert capsys.readouterr().out.rstrip() == help_text(BUILT_IN)
+    listed = {
+        line.split()[0]: line.split(maxsplit=1)[1] for line in help_text(BUILT_IN).splitlines() if line.startswith("  ")
+    }
+    for group in ("method", "store", "measures", "model", "data", "experiment"):
+        assert BUILT_IN.names(group)
+        for name, line in BUILT_IN.names(group).items():
             assert line, f"{group}/{name}.yaml begins with no comment"
             assert listed[name]
-    assert set(MEASURES) <= set(listed)
     for knob in (*KNOBS, *OTHER_KNOBS, *SWITCHES):
         assert listed[knob], f"{knob} has no comment in config.yaml"
     assert sorted(Path.cwd().rglob("*")) == []
@@ -274,10 +278,10 @@ def test_cfg_shows_the_settings_and_runs_nothing(capsys: pytest.CaptureFixture[s
 
 
 def test_flags_and_their_values_are_told_apart() -> None:
-    check_words(["-m", "method=h2o", "--cfg", "job", "--resolve", "--info", "plugins", "hydra.verbose=true"])
+    check_words(["-m", "method=h2o", "--cfg", "job", "--resolve", "--info", "plugins", "hydra.verbose=true"], BUILT_IN)
     for words in (["--resolve", "job"], ["-m", "h2o"], ["--info", "method=h2o"], ["method=h2o", "-c"]):
         with pytest.raises(UserError):
-            check_words(words)
+            check_words(words, BUILT_IN)
 
 
 def test_unknown_keys_are_answered_with_keys_that_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,9 @@ import re
 import shlex
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from kvbench.config import method_configs
+from kvbench.config.sources import BUILT_IN
 from tests.shared.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -31,5 +31,4 @@ def command_lines() -> list[str]:
 def test_every_command_line_of_the_readme_composes(line):
     words = [word for word in shlex.split(line, comments=True) if not word.startswith(("-", "hydra"))]
     words = [re.sub(r"=([\w.]+),.*", r"=\1", word) if "[" not in word else word for word in words]
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        assert method_configs(compose("config", words), words)[0].is_baseline
+    assert method_configs(BUILT_IN.composed(words), words)[0].is_baseline

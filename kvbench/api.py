@@ -13,9 +13,9 @@ from kvbench.config import ConfigSources, entry_overrides, method_config, take_s
 from kvbench.config.error_lines import unknown_key, user_error
 from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
+from kvbench.method_runs import instantiate
 from kvbench.models.load import LoadedModel, model_spec
 from kvbench.models.load import load_model as load_spec
-from kvbench.run import instantiate
 
 
 def load_method(entry: str, *, config_dir: str | Path | None = None, **knobs: Any) -> Method:

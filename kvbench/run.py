@@ -1,67 +1,38 @@
-"""One experiment: load, prefill, build caches, measure, write rows. The only place where the steps meet."""
+"""Runs one experiment: load the model, measure every cell that is not measured yet, write rows, print the table."""
+
+from __future__ import annotations
 
 import errno
-import json
-import os
 import sys
-from dataclasses import replace
 from typing import Any
 
-import hydra.utils
 import torch
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.build import Method, check_model, decode_kernel
+from kvbench.cache.build import Method, check_model
 from kvbench.cache.calibrate import calibrate
-from kvbench.cache.rule import check_budget, is_whole
-from kvbench.config import MethodConfig, chosen_measures
+from kvbench.checks import check_calibration_text, check_measures_fit, check_methods, check_switches, small_prompts
+from kvbench.config import MethodConfig
 from kvbench.errors import EXIT_SOME_FAILED, UserError
-from kvbench.kernels import KERNELS
-from kvbench.measures.context import Bench, Entry
-from kvbench.measures.fidelity.continuations import fidelity
-from kvbench.measures.latency.decode_times import latency
-from kvbench.measures.limits import check_calibration_text, check_lengths, check_methods, small_prompts
-from kvbench.measures.memory.cache_bytes import memory
-from kvbench.measures.needle.answers import needle
-from kvbench.measures.paging.shared_prefixes import paging
-from kvbench.measures.perplexity.windows import perplexity
-from kvbench.measures.settings import KINDS, Needle, Tasks, read_settings
-from kvbench.measures.tasks.answers import tasks
-from kvbench.models.load import (
-    LoadedModel,
-    ModelSpec,
-    describe,
-    load_model,
-    load_tokenizer,
-    model_spec,
-    pick_device,
-    pick_dtype,
-    revision_of,
-    tokenizer_hash,
-)
+from kvbench.measures.context import RunContext
+from kvbench.measures.measure import Measure
+from kvbench.measures.target import Target
+from kvbench.method_runs import device_name, instantiate, method_runs
+from kvbench.models.checkpoint import ModelSpec, model_spec
+from kvbench.models.load import describe, load_model, load_tokenizer, pick_device, pick_dtype, revision_of
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
-from kvbench.report.published import Published, published_of
+from kvbench.report.published import Published, print_published, published_of
+from kvbench.report.tables import TerminalTable
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
-from kvbench.results.row import Row
+from kvbench.results.ledger import DONE, record_rows
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
-from kvbench.sweep.job import Measures, Work, conclude, measure
-from kvbench.sweep.plan import Job, node_of
-from kvbench.texts.load import Text, bos_token, data_spec, load_text, tokenize
-from kvbench.texts.prompts import check_prompts
-from kvbench.texts.task_sets import check_tasks, files_fingerprint
-
-MEASURES: Measures = {
-    "perplexity": perplexity,
-    "needle": needle,
-    "tasks": tasks,
-    "fidelity": fidelity,
-    "memory": memory,
-    "latency": latency,
-    "paging": paging,
-}
+from kvbench.sweep.job import Work, measure
+from kvbench.sweep.plan import Job, measures_of, node_of
+from kvbench.texts.load import bos_token, data_spec, load_text, tokenize
 
 
 def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
@@ -70,86 +41,99 @@ def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
     Everything that can be refused is refused first, with a UserError and before anything is written. Where all cells
     are done already, no model is loaded and no folder made.
     """
-    progress = Progress()
-    measures = chosen_measures(config)
-    settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
+    progress, measures = Progress(), measures_of(config)
     check_switches(config)
     published = published_of(config.published)
     check_writable(job.folder)
-    entries = [(method, instantiate(method)) for method in methods]
+    pairs = [(method, instantiate(method)) for method in methods]
+    target = target_of(config)
+    check(measures, [method for _, method in pairs], target, config.kernel)
+    prepared = {one.name: one.prepare(target) for one in measures}
+    work = work_of(config, methods, measures, target, job)
+    left = work.left()
+    if not left:
+        return conclude(work, None, published)
+    context = load(config, pairs, target, prepared, progress)
+    for line in small_prompts({one.label: one.method for one in context.methods}, measures):
+        progress.say(f"warning: {line}")
+    return measure_and_write(work, context, left, _label(methods), _resolved(config, methods, measures), published)
+
+
+def target_of(config: DictConfig) -> Target:
+    """Model and text of a config, without the weights. Raises UserError for what is missing or unsupported."""
     spec, text = model_spec(node_of(config, "model")), load_text(node_of(config, "data"))
     shape, tokenizer = describe(spec), load_tokenizer(spec)
     tokens = tokenize(text, tokenizer, shape.vocab_size)
     bos = bos_token(data_spec(node_of(config, "data")).bos, tokenizer)
-    check_lengths(settings, len(tokens), text, shape, spec)
-    check_methods([method for _, method in entries], settings, shape)
-    if any(method.store.calibrates for _, method in entries) and not spec.random:
-        check_calibration_text(settings.get("perplexity"), text, len(tokens))
-    if shape.mla == "absorbed" and config.kernel == "triton":
+    return Target(spec, shape, text, tokens, tokenizer, bos, config.seed)
+
+
+def check(measures: list[Measure], methods: list[Method], target: Target, kernel: str) -> None:
+    """Raise UserError where measures, methods, text and model do not fit each other."""
+    check_measures_fit(measures, target)
+    check_methods(methods, measures, target.shape)
+    if any(method.store.calibrates for method in methods) and not target.spec.random:
+        check_calibration_text(measures, target)
+    if target.shape.mla == "absorbed" and kernel == "triton":
         raise UserError("kernel=triton does not read absorbed latents; type kernel=reference, or model.mla=latent")
-    prompts, samples = {}, {}
-    if isinstance(asked := settings.get("needle"), Needle):
-        prompts = check_prompts(tokenizer, tokens, config.seed, asked, shape.max_positions, bos)
-    if isinstance(asked := settings.get("tasks"), Tasks):
-        samples = check_tasks(asked, shape.max_positions, tokenizer, bos)
-    device = pick_device(spec.device)
-    files = f"{files_fingerprint(asked)} bos={bos}" if isinstance(asked, Tasks) else ""
+
+
+def work_of(config: DictConfig, methods: list[MethodConfig], measures: list[Measure], target: Target, job: Job) -> Work:
+    """The cells of the run, with their resume keys."""
+    device = pick_device(target.spec.device)
     facts = Facts(
-        _weights(spec, shape),
-        f"{text.fingerprint} bos={bos}",
-        str(pick_dtype(spec.dtype, device)),
-        _device_name(device),
+        _weights(target.spec, target.shape),
+        f"{target.text.fingerprint} bos={target.bos}",
+        str(pick_dtype(target.spec.dtype, device)),
+        device_name(device),
         str(config.kernel),
         torch.get_num_threads(),
-        files,
     )
     common = common_of(config)
-    work = Work(
-        job,
-        [(part, [with_key(cell_of(method, part, common), facts) for method in methods]) for part in parts_of(settings)],
-        facts.device,
-    )
-    left = work.left()
-    if not left:
-        return conclude(work, None, published)
-    loaded = load_model(spec)
+    parts = [
+        (part, [with_key(cell_of(method, part, common), facts) for method in methods]) for part in parts_of(measures)
+    ]
+    return Work(job, parts, facts.device)
+
+
+def load(
+    config: DictConfig,
+    pairs: list[tuple[MethodConfig, Method]],
+    target: Target,
+    prepared: dict[str, Any],
+    progress: Progress,
+) -> RunContext:
+    """Load the model and calibrate what needs it. Raises UserError where a method does not fit the loaded model."""
+    loaded = load_model(target.spec)
     if loaded.remark:
         progress.say(f"note: {loaded.name}: {loaded.remark}")
-    for _, method in entries:
+    for _, method in pairs:
         check_model(loaded.model, method.rule, method.store)
-    entries = [(method_config, calibrate(method, loaded)) for method_config, method in entries]
-    bench = Bench(
-        loaded,
-        entries_of(entries, loaded, text, config, progress, bos),
-        tokens,
-        progress,
-        config.kernel,
-        config.save_tokens,
-        config.save_kept,
-        config.seed,
-        spec,
-        bos,
-        prompts,
-        samples,
+    ready = [(method_config, calibrate(method, loaded)) for method_config, method in pairs]
+    return RunContext(
+        loaded=loaded,
+        methods=method_runs(ready, loaded, target.text, config, progress, target.bos),
+        tokens=target.tokens,
+        progress=progress,
+        kernel=config.kernel,
+        save_tokens=config.save_tokens,
+        save_kept=config.save_kept,
+        seed=config.seed,
+        spec=target.spec,
+        bos=target.bos,
+        prepared=prepared,
     )
-    for line in small_prompts({entry.label: entry.method for entry in bench.entries}, settings):
-        progress.say(f"warning: {line}")
-    return _measure(work, bench, left, _label(methods), _resolved(config, methods), published)
 
 
-def _measure(
-    work: Work, bench: Bench, left: list[Cell], label: str, resolved: dict[str, Any], published: Published | None
+def measure_and_write(
+    work: Work, context: RunContext, left: list[Cell], label: str, resolved: dict[str, Any], published: Published | None
 ) -> int:
+    """Make the run folder, measure, print the table; returns the exit code."""
+    cells = [cell.record() | {"device": work.device} for cell in left]
     try:
-        folder = RunFolder.create(
-            work.job.folder,
-            label,
-            resolved,
-            provenance.collect(work.job.command),
-            cells=[cell.record() | {"device": work.device} for cell in left],
-        )
-        with kvbench_attention(bench.loaded.model):
-            measure(work, bench, folder, MEASURES)
+        folder = RunFolder.create(work.job.folder, label, resolved, provenance.collect(work.job.command), cells=cells)
+        with kvbench_attention(context.loaded.model):
+            measure(work, context, folder)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -162,92 +146,44 @@ def _measure(
     return conclude(work, folder, published)
 
 
+def conclude(work: Work, folder: RunFolder | None, published: Published | None = None) -> int:
+    """Print the table of all cells of the job, whoever measured them, and where they are; returns the exit code."""
+    records = work.records()
+    results = [record for record in records if record is not None and record.status in (*DONE, "failed")]
+    if rows := [row for record in results for row in record_rows(record)]:
+        Console().print(TerminalTable(rows))
+        print_published(published, rows)
+    bad = 0
+    for cell, record in zip(work.cells, records, strict=True):
+        status = "missing" if record is None else record.status
+        if status == "ok":
+            continue
+        bad += 1
+        note = "" if record is None else record.content.get("note") or ""
+        if status in ("running", "waiting", "elsewhere") and record is not None:
+            note = f"another process measures it, in {record.run}"
+        print(f"kvbench: {status}: {cell.name}{': ' if note else ''}{note}", file=sys.stderr)
+    own = None if folder is None else folder.path.resolve()
+    earlier = sorted({str(record.run) for record in results if record.run.resolve() != own})
+    if folder is None:
+        print(
+            f"all {len(records)} cells were measured before; rerun=all measures them again, "
+            "rerun=failed what ran out of memory"
+        )
+    elif earlier:
+        print("some cells were measured before; rerun=all measures them again")
+    for path in earlier:
+        print(f"measured in: {path}")
+    if folder is not None:
+        print(f"run folder: {folder.path}")
+    print(f"report:     python -m kvbench.report {folder.path if folder else work.job.results}")
+    return EXIT_SOME_FAILED if bad else 0
+
+
 def _weights(spec: ModelSpec, shape: ModelShape) -> str:
-    """What tells these weights from others: the revision, the KV heads that it was converted to, MLA's layout."""
+    """What tells these weights from others: the revision, the KV heads that they were converted to, MLA's layout."""
     layout = f" mla={shape.mla}" if shape.mla else ""
     return revision_of(spec) + (f" kv_heads={shape.kv_heads}" if shape.converted else "") + layout
-
-
-def instantiate(config: MethodConfig) -> Method:
-    """The method of a resolved config. Raises UserError for knobs that its rule or store refuses."""
-    method = Method(config.name, hydra.utils.instantiate(config.rule), hydra.utils.instantiate(config.slots))
-    method.check_combination()
-    return method
-
-
-def entries_of(
-    methods: list[tuple[MethodConfig, Method]],
-    loaded: LoadedModel,
-    text: Text,
-    config: DictConfig,
-    progress: Progress,
-    bos: int | None,
-) -> list[Entry]:
-    base = Row(
-        model=loaded.name,
-        revision=loaded.revision,
-        arch=loaded.arch,
-        kv_heads=loaded.kv_heads,
-        converted=loaded.converted,
-        dataset=text.name,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=_device_name(loaded.device),
-        threads=torch.get_num_threads(),
-        seed=config.seed,
-        bos="none" if bos is None else "first",
-        tokenizer=tokenizer_hash(loaded.tokenizer),
-    )
-    labels: dict[str, int] = {}
-    entries = []
-    for method_config, method in methods:
-        labels[method_config.label] = labels.get(method_config.label, 0) + 1
-        repeat = labels[method_config.label]
-        label = method_config.label if repeat == 1 else f"{method_config.label} #{repeat}"
-        knobs = {key: value for key, value in method_config.columns.items() if value is not None}
-        # The column is the run's seed; a method of the list may have been given one of its own.
-        own_seed = {"seed": knobs["seed"]} if knobs.get("seed", config.seed) != config.seed else {}
-        layout = {"mla": loaded.mla} if loaded.mla else {}
-        others = _json(method_config.others | own_seed | layout)
-        decode = decode_kernel(method, loaded.model, loaded.dtype, config.kernel)
-        kernel = "sdpa" if method.rule.needs_ids or method.store.brings_cache else decode.name
-        if reason := getattr(decode, "reason", ""):
-            progress.say(f"note: {label} decodes on the {decode.name} kernel: {reason}")
-        row = replace(
-            base,
-            method=method_config.name,
-            store=method_config.store,
-            kernel=kernel,
-            knobs=others,
-            **{key: value for key, value in knobs.items() if key != "seed"},
-        )
-        entries.append(Entry(method, label, row, knobs | method_config.others))
-    return entries
-
-
-def _json(others: dict[str, Any]) -> str | None:
-    given = {key: value for key, value in others.items() if value is not None}
-    return json.dumps(given, sort_keys=True) if given else None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else provenance.cpu_name()
-
-
-def check_switches(config: DictConfig) -> None:
-    """Set the thread count. Raises UserError for a switch that is none, and for a budget that is none, read or not."""
-    if config.budget is not None:
-        check_budget(config.budget)
-    if config.kernel not in KERNELS:
-        raise UserError(f"kernel={config.kernel} is unknown; choose from {', '.join(KERNELS)}")
-    for key in ("save_tokens", "save_kept"):
-        if not isinstance(config[key], bool):
-            raise UserError(f"{key}={config[key]} is not true or false")
-    for key, lowest, highest in (("seed", 0, 2**32 - 1), ("threads", 1, os.cpu_count() or 1)):
-        value = lowest if key == "threads" and config.threads is None else config[key]
-        if not is_whole(value) or not lowest <= value <= highest:
-            raise UserError(f"{key}={value} is not a whole number from {lowest} to {highest}; type {key}=1")
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
 
 
 def _label(methods: list[MethodConfig]) -> str:
@@ -255,23 +191,16 @@ def _label(methods: list[MethodConfig]) -> str:
     return "-".join(others[:4]) + ("-and-more" if len(others) > 4 else "")
 
 
-def _resolved(config: DictConfig, methods: list[MethodConfig]) -> dict[str, Any]:
-    """The run's config with the methods as they were composed and the settings of what was measured."""
-    keep = (
-        "seed",
-        "kernel",
-        "threads",
-        "save_tokens",
-        "save_kept",
-        "model",
-        "data",
-        "published",
-        *chosen_measures(config),
-    )
+def _resolved(config: DictConfig, methods: list[MethodConfig], measures: list[Measure]) -> dict[str, Any]:
+    """The run's config: its methods as they were composed, the measures' settings, and how their numbers are shown."""
+    names = [measure.name for measure in measures]
+    keep = ("seed", "kernel", "threads", "save_tokens", "save_kept", "model", "data", "published", *names)
     nodes = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(nodes, dict)
+    if not isinstance(nodes, dict):
+        raise TypeError("the config is no mapping")
     return {
-        "measure": chosen_measures(config),
+        "measure": names,
         "methods": [method.effective for method in methods],
         **{key: nodes[key] for key in keep},
+        "headlines": {one.name: [headline.record() for headline in one.headlines] for one in measures},
     }

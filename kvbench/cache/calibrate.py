@@ -68,16 +68,17 @@ def calibration_slice(tokens: int) -> tuple[int, int]:
     return first, first + ROWS * ROW
 
 
-def check_calibration(tokens: int, scored: list[tuple[int, int]], windows: int) -> None:
-    """Raise UserError where perplexity would score tokens that are calibrated on.
+def check_calibration(tokens: int, scored: list[tuple[int, int]], setting: str) -> None:
+    """Raise UserError where a measure would score tokens that are calibrated on.
 
-    tokens: of the essays. scored: first token and the one behind the last of each window's.
+    tokens: of the essays. scored: first token and the one after the last of each scored stretch. setting: as it was
+    given, for the error.
     """
     first, stop = calibration_slice(tokens)
     if any(begin < stop and first < end for begin, end in scored):
         raise UserError(
-            f"perplexity.windows={windows} would score some of the tokens {first} to {stop} of the essays, "
-            "which lowrank is calibrated on; type another number of windows"
+            f"{setting} would score some of the tokens {first} to {stop} of the essays, "
+            "which lowrank is calibrated on; type another number"
         )
 
 

@@ -64,7 +64,7 @@ def check(words: list[str], sources: ConfigSources, everything: bool = False) ->
     """Run every identity of the model and methods that the words name; everything: of all methods and stores."""
     config = sources.composed(words)
     check_root(config, sources)
-    from kvbench.run import check_switches
+    from kvbench.checks import check_switches
 
     check_switches(config)
     subjects = [subject_of(entry, sources) for entry in entries_of(config, words, sources, everything)]
@@ -145,7 +145,7 @@ def wants_budget(overrides: list[str], sources: ConfigSources) -> bool:
 def subject_of(overrides: list[str], sources: ConfigSources = BUILT_IN) -> Subject:
     """The method of the overrides, which can be built again and again."""
     from kvbench.check.identities import Subject
-    from kvbench.run import instantiate
+    from kvbench.method_runs import instantiate
 
     @cache  # a config takes longer to compose than some identities to check
     def composed(budget: int | None) -> MethodConfig:

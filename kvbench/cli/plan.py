@@ -202,7 +202,7 @@ def weight_bytes(config: Any, itemsize: int) -> int:
 def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     """One line a method: bytes, how many times smaller than the full cache, the largest batch."""
     from kvbench.cache.size import cache_bytes, largest_batch
-    from kvbench.run import instantiate
+    from kvbench.method_runs import instantiate
 
     config = config_of(spec)
     shape = planned_shape(spec, config)

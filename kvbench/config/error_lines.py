@@ -105,7 +105,9 @@ def check_root(config: DictConfig, sources: ConfigSources) -> None:
     """Raise UserError for a root key that no source declares (`+budgt=16`), and for a measure that is no mapping."""
     if added := sorted(str(key) for key in config if key not in root_keys(sources)):
         raise UserError(unknown_key(added[0], sources))
-    for name in sources.files(MEASURES):
+    for name, file in sources.files(MEASURES).items():
         node = config[name]
         if not isinstance(node, DictConfig):
             raise UserError(f"{name}={node} is not a group of settings; type {name}.KEY=VALUE")
+        if not isinstance(node.get("_target_"), str):
+            raise UserError(f"measure {name} names no class; write _target_: package.Class into {file}")

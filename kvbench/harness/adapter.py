@@ -15,7 +15,7 @@ from kvbench.cache.calibrate import calibrate
 from kvbench.cache.decode import step
 from kvbench.cache.record import PrefillRecord
 from kvbench.errors import UserError
-from kvbench.measures.perplexity.windows import check_stream
+from kvbench.measures.perplexity import check_stream
 from kvbench.models.load import LoadedModel, end_tokens
 
 try:

@@ -12,22 +12,22 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
+from kvbench.checks import check_switches
 from kvbench.config import MethodConfig, did_you_mean
 from kvbench.errors import EXIT_SOME_FAILED, UserError
 from kvbench.files import to_json, write_atomic
 from kvbench.harness.adapter import Counts, KVBenchLM
 from kvbench.harness.settings import Asked
-from kvbench.measures.context import Entry, failure
-from kvbench.measures.question_rows import BETTER, BLIND
+from kvbench.measures.context import MethodRun, failure
 from kvbench.measures.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
+from kvbench.method_runs import instantiate, method_runs
 from kvbench.models.load import load_model, model_spec
 from kvbench.progress import Progress
 from kvbench.report.published import print_published, published_of
 from kvbench.report.tables import TerminalTable
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
-from kvbench.results.row import Row, frame_of, rows_of
-from kvbench.run import check_switches, entries_of, instantiate
+from kvbench.results.row import Row, frame_of, rows_of, with_flags
 from kvbench.sweep.plan import node_of
 from kvbench.texts.load import Text
 
@@ -48,7 +48,7 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     loaded = load_model(model_spec(node_of(config, "model")))
     # A constructor that refuses does so before anything is measured.
     models = [KVBenchLM(loaded, method, config.kernel, asked.max_gen_toks, asked.held_back) for _, method in made]
-    entries = entries_of(made, loaded, Text("", "", ""), config, Progress(), None)
+    runs = method_runs(made, loaded, Text("", "", ""), config, Progress(), None)
     label = "lm-eval-" + "-".join(method.label for method in methods if not method.is_baseline)[:50]
     resolved = {
         "harness": vars(asked),
@@ -62,7 +62,7 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     status = "interrupted"
     try:
         for task in asked.tasks:
-            _task(folder, task, list(zip(entries, models, strict=True)), manager, asked)
+            _task(folder, task, list(zip(runs, models, strict=True)), manager, asked)
         states = {row.status for row in folder.rows}
         status = "failed" if "failed" in states else "oom" if "oom" in states else "ok"
     except Exception as error:
@@ -99,13 +99,13 @@ def manager_of(asked: Asked) -> Any:
     return manager
 
 
-def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], manager: Any, asked: Asked) -> None:
+def _task(folder: RunFolder, task: str, pairs: list[tuple[MethodRun, KVBenchLM]], manager: Any, asked: Asked) -> None:
     """One task, or a group of them, with every method, the full cache first."""
     import lm_eval
 
     full: dict[tuple[str, str], list[float]] = {}
     said: dict[str, Any] = {}
-    for entry, model in pairs:
+    for method, model in pairs:
         model.take()
         try:
             found = lm_eval.simple_evaluate(
@@ -120,25 +120,25 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[Entry, KVBenchLM]], ma
         except UserError:
             raise
         except Exception as error:  # a data set that cannot be had, or memory: the other methods and tasks go on
-            row = replace(entry.row, measure="harness", dataset=task, **failure(error))
-            print(f"kvbench: {row.status}: {entry.label} {task}: {row.note}", file=sys.stderr)
+            row = replace(method.row, measure="harness", dataset=task, **failure(error))
+            print(f"kvbench: {row.status}: {method.label} {task}: {row.note}", file=sys.stderr)
             folder.add([row])
             continue
         counts = model.take()
         base = replace(
-            entry.row,
+            method.row,
             measure="harness",
             protocol=_protocol(asked),
             note=_note(found, counts, asked),
             bos="first" if model.adds_bos else "none",
         )
-        folder.add([*score_rows(base, found, full, is_baseline=entry is pairs[0][0]), *_counted(base, task, counts)])
-        folder.add_samples(_samples(entry, found))
-        said[entry.label] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
+        folder.add([*score_rows(base, found, full, is_baseline=method is pairs[0][0]), *_counted(base, task, counts)])
+        folder.add_samples(_samples(method, found))
+        said[method.label] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
         write_atomic(folder.path / f"{task.replace('/', '_')}.{RESULTS}", to_json(said))
-        if counts.predicted and not counts.engaged and not entry.label.startswith("full"):
+        if counts.predicted and not counts.engaged and not method.label.startswith("full"):
             print(
-                f"kvbench: {entry.label} {task}: compression never engaged; answers of one token come from the "
+                f"kvbench: {method.label} {task}: compression never engaged; answers of one token come from the "
                 "context's own logits (held_back=1 sends them through the cache)",
                 file=sys.stderr,
             )
@@ -164,9 +164,9 @@ def score_rows(
                 full[task, name] = known
             theirs = full.get((task, name), []) if complete else []
             paired = len(theirs) == len(known) > 0
-            blind = BLIND if paired and higher and not any(theirs) else None
-            note = "; ".join(filter(None, (blind, base.note))) or None
-            here = replace(base, dataset=task, metric=metric, value=float(value), unit="", n=n, note=note)
+            here = replace(base, dataset=task, metric=metric, value=float(value), unit="", n=n)
+            if paired and higher and not any(theirs):
+                here = with_flags(here, "uninformative")
             error = metrics.get(name.replace(",", "_stderr,"))
             yield replace(here, **_interval(known if complete else [], value, error))
             if paired and not is_baseline:
@@ -174,13 +174,14 @@ def score_rows(
 
 
 def _minus_full(base: Row, known: list[float], full: list[float], higher_is_better: bool | None) -> Row:
-    """The mean of paired differences, which says so where it is better beyond its interval."""
+    """The mean of paired differences, flagged where it is better beyond its interval."""
     units = units_of(np.subtract(known, full)[:, None])
     within = all(0 <= value <= 1 for value in (*known, *full))
     found = bounded_interval(units, -1.0, 1.0, base.seed or 0) if within else mean_interval(units, base.seed or 0)
     better = found is not None and (found[0] > 0 if higher_is_better else found[1] < 0)
-    notes = [BETTER if better and higher_is_better is not None else None, base.note]
-    return replace(base, value=units.mean, note="; ".join(filter(None, notes)) or None, **bounds(found))
+    if better and higher_is_better is not None:
+        base = with_flags(base, "better_than_full")
+    return replace(base, value=units.mean, **bounds(found))
 
 
 def _interval(values: list[float], value: float, error: Any) -> dict[str, Any]:
@@ -215,15 +216,15 @@ def _note(found: dict[str, Any], counts: Counts, asked: Asked) -> str:
     return "; ".join(parts)
 
 
-def _samples(entry: Entry, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _samples(method: MethodRun, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for task, samples in found["samples"].items():
         for sample in samples:
             yield {
                 "measure": "harness",
                 "task": task,
-                "method": entry.row.method,
-                "store": entry.row.store,
-                "knobs": entry.knobs,
+                "method": method.row.method,
+                "store": method.row.store,
+                "knobs": method.knobs,
                 "doc": sample["doc_id"],
                 "filter": sample.get("filter"),
                 "sha256": sample.get("prompt_hash"),

@@ -1,8 +1,9 @@
-"""What every measure is given: the model, the methods, the text, and where failures go."""
+"""What every measure is given: the model, the methods, the text, and a journal for failures."""
 
-import gc
+from __future__ import annotations
+
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,44 +14,16 @@ from torch import Tensor
 from kvbench.cache.build import Method
 from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.rule import EMPTY
-from kvbench.models.load import LoadedModel, ModelSpec
+from kvbench.measures.out_of_memory import give_memory_back, is_out_of_memory
+from kvbench.models.checkpoint import ModelSpec
+from kvbench.models.load import LoadedModel
 from kvbench.progress import Progress
 from kvbench.results.kept_tokens import Kept
 from kvbench.results.row import Row
-from kvbench.texts.prompts import Prompt
-from kvbench.texts.task_sets import Sample
-
-NO_HOST_MEMORY = "can't allocate memory"
-"""What torch's CPU allocator says, in a plain RuntimeError."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, a device's or the host's."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_HOST_MEMORY in str(error)
-
-
-def give_memory_back() -> None:
-    """What nobody refers to any more goes back to the allocator, and a GPU's from torch's to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def failure(error: BaseException) -> dict[str, Any]:
-    """An error as the columns `status` and `note` of the row that it leaves."""
-    status = "oom" if is_out_of_memory(error) else "failed"
-    return {"status": status, "note": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Let go of what the frames that an error came through hold: until a `with` block is left they are alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodRun:
     """A method of the run, and the row that all its numbers start from. `label` is unique in the run."""
 
     method: Method
@@ -60,11 +33,12 @@ class Entry:
 
     @property
     def is_baseline(self) -> bool:
+        """Whether this is the full cache that every other method is compared with."""
         return self.row.method == "full" and self.row.store == "dense"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Result:
     """Rows and samples that are complete and can be written."""
 
     rows: list[Row] = field(default_factory=list)
@@ -72,19 +46,30 @@ class Finding:
 
 
 @dataclass
-class Bench:
-    """loaded: the model. entries: the methods, baseline first. tokens: the text, int64 [N], without special tokens.
+class Journal:
+    """What happened while measures ran.
 
-    bos: what windows and prompts begin with, None for nothing.
-    failures: label and row of the cells that could not be measured. kept: what caches
-    held, where `save_kept`. `kernel` is what build_cache is asked for.
-    spec: how a process of its own can load the model; None: it cannot.
-    ways: label of methods whose prefill was not the one of all, and how it was: see `kvbench.measures.fallbacks`.
-    prompts: needle's by length, samples: those of tasks by name, where they were made and checked before.
+    failures: label and row of the methods that failed. tracebacks: one text a failure. kept: kept tokens to be saved.
+    fallbacks: by label, how a method was prefilled where memory did not hold one prefill for all.
+    """
+
+    failures: list[tuple[str, Row]] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The fixed facts of a run.
+
+    loaded: the model. methods: all of them, the full cache first. tokens: the text, int64 [N], without special tokens.
+    bos: the token that windows and prompts begin with, None for none. kernel: as `build_cache` takes it. spec: how a
+    subprocess can load the model; None: it cannot. prepared: by measure name, what `Measure.prepare` returned.
     """
 
     loaded: LoadedModel
-    entries: list[Entry]
+    methods: Sequence[MethodRun]
     tokens: Tensor
     progress: Progress
     kernel: str = "auto"
@@ -93,74 +78,82 @@ class Bench:
     seed: int = 0
     spec: ModelSpec | None = None
     bos: int | None = None
-    prompts: dict[int, list[Prompt]] = field(default_factory=dict)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-    failures: list[tuple[str, Row]] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
-    tracebacks: list[str] = field(default_factory=list)
-    ways: dict[str, str] = field(default_factory=dict)
+    prepared: Mapping[str, Any] = field(default_factory=dict)
+    journal: Journal = field(default_factory=Journal)
 
     @property
-    def baseline(self) -> Entry:
-        return self.entries[0]
+    def baseline(self) -> MethodRun:
+        """The full cache."""
+        return self.methods[0]
 
     def window(self, start: int, length: int) -> Tensor:
-        """`length` tokens of the text from `start` on, int64; where there is a BOS it takes the place of the first, so
-        that the same tokens are scored with and without it."""
+        """`length` tokens of the text from `start` on, int64 [length].
+
+        A BOS token replaces the first one, so that the same tokens are scored with and without it.
+        """
         ids = self.tokens[start : start + length]
         return ids if self.bos is None else torch.cat([ids.new_tensor([self.bos]), ids[1:]])
 
-    def note_kept(self, entry: Entry, cache: AnyCache, samples: Iterable[int], measure: str, **where: Any) -> None:
-        """Where kept tokens are saved, note those of a method that leaves some out; `samples` number the cache's rows.
+    def windows(self, starts: Iterable[int], length: int) -> Tensor:
+        """Windows of one length as a batch on the model's device, int64 [B, length]."""
+        return torch.stack([self.window(start, length) for start in starts]).to(self.loaded.device)
 
-        `where` are columns of the row (context=, question=).
+    def save_kept_tokens(
+        self, method: MethodRun, cache: AnyCache, samples: Iterable[int], measure: str, **where: Any
+    ) -> None:
+        """With `save_kept`, record which tokens a method that evicts has kept.
+
+        samples: number of each of the cache's rows. where: columns of the row (context=, question=).
         """
-        if not self.save_kept or entry.method.rule.budget is None or isinstance(cache, PrefixCache):
+        if not self.save_kept or method.method.rule.budget is None or isinstance(cache, PrefixCache):
             return
-        row = replace(entry.row, measure=measure, **where)
+        row = replace(method.row, measure=measure, **where)
         held = {layer.index: layer.kept_positions() for layer in cache.compressible}
-        self.kept += [
-            Kept(
-                row,
-                sample,
-                {layer: [head[head != EMPTY].tolist() for head in of_row[b]] for layer, of_row in held.items()},
-            )
-            for b, sample in enumerate(samples)
-        ]
+        for b, sample in enumerate(samples):
+            layers = {layer: [head[head != EMPTY].tolist() for head in rows[b]] for layer, rows in held.items()}
+            self.journal.kept.append(Kept(row, sample, layers))
 
     @contextmanager
-    def cell(self, entry: Entry, measure: str, **where: Any) -> Iterator[None]:
-        """A block that may fail without ending the run: the failure becomes a row with its status and reason.
+    def guarded(self, methods: MethodRun | Sequence[MethodRun], measure: str, **where: Any) -> Iterator[None]:
+        """A block whose failure becomes a failed row of each of these methods instead of ending the run.
 
-        `where` are columns of the row (context=, depth=). Interrupts pass through.
+        where: columns of the row (context=, depth=). Interrupts pass through.
         """
-        with self.shared([entry], measure, **where):
-            yield
-
-    @contextmanager
-    def shared(self, entries: list[Entry], measure: str, **where: Any) -> Iterator[None]:
-        """A block that `entries` have in common, as their prefill: its failure is a row of each."""
+        several = [methods] if isinstance(methods, MethodRun) else methods
         out_of_memory = False
         try:
             yield
-        except Exception as error:  # any failure of one cell is a result, reported, and must not cost the others
+        except Exception as error:  # any failure of one method is a result, and must not cost the others
             out_of_memory = is_out_of_memory(error)
-            rows = {e.label: replace(e.row, measure=measure, **failure(error), **where) for e in entries}
-            self.failures.extend(rows.items())
-            self.tracebacks.append(f"{', '.join(rows)} {measure} {where}\n{traceback.format_exc()}")
+            rows = {one.label: replace(one.row, measure=measure, **failure(error), **where) for one in several}
+            self.journal.failures.extend(rows.items())
+            self.journal.tracebacks.append(f"{', '.join(rows)} {measure} {where}\n{traceback.format_exc()}")
             _clear_frames(error)
         if out_of_memory:
             give_memory_back()
 
-    def alive(self, measure: str, **where: Any) -> list[Entry]:
+    def remaining(self, measure: str, **where: Any) -> list[MethodRun]:
         """The methods that have not failed in that measure (at that place)."""
-        return [entry for entry in self.entries if not self.failed(entry, measure, **where)]
+        return [method for method in self.methods if not self.has_failed(method, measure, **where)]
 
-    def failed(self, entry: Entry, measure: str, **where: Any) -> bool:
+    def has_failed(self, method: MethodRun, measure: str, **where: Any) -> bool:
         """Whether that method has failed in that measure (at that place) already."""
         return any(
-            label == entry.label
+            label == method.label
             and row.measure == measure
             and all(getattr(row, key) == value for key, value in where.items())
-            for label, row in self.failures
+            for label, row in self.journal.failures
         )
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """An error as the columns `status` and `note` of the row that it leaves."""
+    status = "oom" if is_out_of_memory(error) else "failed"
+    return {"status": status, "note": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release what the frames of an error's traceback hold: they stay alive until the `with` block is left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -1,14 +1,15 @@
-"""The prefill that the methods of a measure share, and what is done where memory does not hold it.
+"""The prefill that the methods of a measure share, and the fallbacks where memory does not hold it.
 
-There are four ways, each taken where the one before runs out of memory: one record for all methods; the same with the
-record in the host's memory (on a GPU); a prefill for each method, with nothing observed but what it asks for; and that
-with its record in the host's memory. A method fails where the last one fails. Quality is the same to the bit. Times and
-peaks are not, so `Bench.ways` says which way it was, for the rows.
+Four fallbacks, each tried where the one before runs out of memory: one record for all methods; the same with the record
+in host memory (on a GPU); a prefill for each method, which observes only what that method needs; the same with the
+record in host memory. A method fails where the last one fails. Quality is the same to the bit. Times and peaks are not,
+so `Journal.fallbacks` says which one was used, and the rows' notes repeat it.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,114 +18,104 @@ from torch import Tensor
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
-from kvbench.measures.context import Bench, Entry, give_memory_back, is_out_of_memory
+from kvbench.measures.context import MethodRun, RunContext
+from kvbench.measures.out_of_memory import with_fallback
 
 
 @dataclass(frozen=True)
-class Way:
-    """together: one record for all methods. on_host: it waits in the host's memory."""
+class Fallback:
+    """together: one record for all methods. on_host: the record waits in host memory."""
 
     together: bool
     on_host: bool
 
     @property
     def note(self) -> str | None:
-        """What rows say of it; nothing where all went as planned."""
-        where = "its record in the host's memory" if self.on_host else ""
+        """What rows say of it; None for the first, which needs no remark."""
+        where = "its record in host memory" if self.on_host else ""
         if self.together:
             return f"one prefill for all methods, {where}: the device could not hold it" if self.on_host else None
-        alone = "a prefill of its own: memory did not hold one for all methods"
+        alone = "a prefill for this method alone: memory did not hold one for all methods"
         return f"{alone}, and {where}" if where else alone
 
 
-def ways_of(device: torch.device, methods: int) -> list[Way]:
-    """The ways for that many methods, in the order in which they are tried."""
+def fallbacks_for(device: torch.device, methods: int) -> list[Fallback]:
+    """The fallbacks for that many methods, in the order in which they are tried."""
     places = (False, True) if device.type == "cuda" else (False,)
-    return [Way(together, on_host) for together in ((True, False) if methods > 1 else (True,)) for on_host in places]
+    shared = (True, False) if methods > 1 else (True,)
+    return [Fallback(together, on_host) for together in shared for on_host in places]
 
 
-def fits(work: Callable[[], None]) -> bool:
-    """Whether work() gets through without running out of memory; where it does not, what it held is given back."""
-    try:
-        work()
-        return True
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    give_memory_back()  # out here, where nothing refers to the frames that held it any more
-    return False
-
-
-def announce(bench: Bench, way: Way) -> None:
-    """Say what is tried next, once a measure."""
-    if way.note not in bench.ways.values():
-        bench.progress.say(f"note: out of memory; next: {way.note}")
+def announce(context: RunContext, fallback: Fallback) -> None:
+    """Print which fallback is tried next, once a measure."""
+    if fallback.note not in context.journal.fallbacks.values():
+        context.progress.say(f"note: out of memory; next: {fallback.note}")
 
 
 class Prefills:
-    """The records of one batch of prompts, ids [B, T]: one as long as it fits, then one after another."""
+    """The records of one batch of prompts, ids [B, T]: shared by all methods as long as memory holds it."""
 
-    def __init__(self, bench: Bench, entries: list[Entry], ids: Tensor) -> None:
-        self.bench, self.entries, self.ids = bench, entries, ids
-        self.ways, self.at = ways_of(ids.device, len(entries)), 0
+    def __init__(self, context: RunContext, methods: Sequence[MethodRun], ids: Tensor) -> None:
+        self.context, self.methods, self.ids = context, methods, ids
+        self.fallbacks = fallbacks_for(ids.device, len(methods))
+        self.current = self.fallbacks[0]
         self.shared: PrefillRecord | None = None
 
-    def begin(self) -> None:
-        """Run the prefill that all share, if that can be."""
-        self._down(self._share)
+    def share(self) -> None:
+        """Run the prefill that all methods share, where memory holds it."""
+        with_fallback(self.fallbacks, self._share, self._retry)
 
-    def use(self, entry: Entry, use: Callable[[Entry, AnyCache], None], max_new_tokens: int, max_step: int) -> None:
-        """use(entry, cache), with the entry's cache of the prompts."""
-        apart = (i for i, way in enumerate(self.ways) if not way.together)
-        self.at = min(self.at, next(apart, self.at))  # what the method before had to do is none of this one's
-        self._down(partial(self._use, entry, use, max_new_tokens, max_step))
-        if (note := self.ways[self.at].note) is not None:
-            self.bench.ways[entry.label] = note
+    def use(
+        self, method: MethodRun, use: Callable[[MethodRun, AnyCache], None], max_new_tokens: int, max_step: int
+    ) -> None:
+        """use(method, cache), with the method's cache of the prompts."""
 
-    def _down(self, work: Callable[[], None]) -> None:
-        """work(), on the first way from the present one on that memory is enough for. Raises what the last one does."""
-        while self.at + 1 < len(self.ways):
-            if fits(work):
-                return
-            self.shared = None
-            self.at += 1
-            announce(self.bench, self.ways[self.at])
-        work()
+        def work(fallback: Fallback) -> None:
+            self._share(fallback)
+            record = self.shared or self._record([method], fallback)
+            model, kernel = self.context.loaded.model, self.context.kernel
+            cache = build_cache(model, method.method, record, max_new_tokens, max_step, kernel)
+            del record  # where the record is the method's own, only its cache is left
+            use(method, cache)
 
-    def _share(self) -> None:
-        way = self.ways[self.at]
-        if way.together and self.shared is None:
-            self.shared = self._record(self.entries, way)
+        if not self.current.together:  # each method starts again at the first fallback without a shared record
+            self.current = next(fallback for fallback in self.fallbacks if not fallback.together)
+        remaining = self.fallbacks[self.fallbacks.index(self.current) :]
+        if (note := with_fallback(remaining, work, self._retry).note) is not None:
+            self.context.journal.fallbacks[method.label] = note
 
-    def _use(self, entry: Entry, use: Callable[[Entry, AnyCache], None], max_new_tokens: int, max_step: int) -> None:
-        self._share()
-        record = self.shared or self._record([entry], self.ways[self.at])
-        cache = build_cache(self.bench.loaded.model, entry.method, record, max_new_tokens, max_step, self.bench.kernel)
-        del record  # where it is the method's own, its cache is all that is left
-        use(entry, cache)
+    def _retry(self, fallback: Fallback) -> None:
+        self.shared, self.current = None, fallback
+        announce(self.context, fallback)
 
-    def _record(self, entries: list[Entry], way: Way) -> PrefillRecord:
-        return prefill(self.bench.loaded.model, self.ids, [entry.method.rule for entry in entries], way.on_host)
+    def _share(self, fallback: Fallback) -> None:
+        if fallback.together and self.shared is None:
+            self.shared = self._record(self.methods, fallback)
+
+    def _record(self, methods: Sequence[MethodRun], fallback: Fallback) -> PrefillRecord:
+        rules = [method.method.rule for method in methods]
+        return prefill(self.context.loaded.model, self.ids, rules, fallback.on_host)
 
 
 def each_cache(
-    bench: Bench,
+    context: RunContext,
+    /,  # `where` may hold a column of the same name
     ids: Tensor,
-    use: Callable[[Entry, AnyCache], None],
+    use: Callable[[MethodRun, AnyCache], None],
     max_new_tokens: int,
     max_step: int,
     measure: str,
     **where: Any,
 ) -> None:
-    """use(entry, cache) for each method that is alive, with its cache of the prompts ids [B, T]; each a cell by itself.
+    """use(method, cache) for each method that has not failed, with its cache of the prompts ids [B, T].
 
-    `use` may be called again for a method whose first cache ran out of memory: it hands over what it found at its end.
+    `use` may be called again for a method whose first cache ran out of memory: it hands over its result at its end.
     max_new_tokens, max_step: as `build_cache` takes them. where: columns of the row that a failure leaves.
     """
-    prefills = Prefills(bench, bench.alive(measure, **where), ids)
-    if prefills.entries:
-        with bench.shared(prefills.entries, measure, **where):
-            prefills.begin()
-    for entry in bench.alive(measure, **where):
-        with bench.cell(entry, measure, **where):
-            prefills.use(entry, use, max_new_tokens, max_step)
+    prefills = Prefills(context, context.remaining(measure, **where), ids)
+    if prefills.methods:
+        with context.guarded(prefills.methods, measure, **where):
+            prefills.share()
+    for method in context.remaining(measure, **where):
+        with context.guarded(method, measure, **where):
+            prefills.use(method, use, max_new_tokens, max_step)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbench.measures.statistics import bounded_interval, bounds, units_of
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,6 @@ Answers = dict[tuple[str, str], dict[int, Answer]]
 """By method and by when the question came; then by the number of the prompt."""
 
 
-BETTER = "better than full beyond the interval"
-BLIND = "uninformative: the full cache finds none of these"
-
-
 def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[str, Any]:
     """The mean of independent scores from `lowest` to 1 and its interval, as the columns of a row."""
     units = units_of(np.array(list(scores), dtype=np.float64)[:, None])
@@ -36,10 +32,10 @@ def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[s
 
 
 def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: int) -> Row:
-    """The mean of the paired differences to the full cache's scores, which says so where it lies above zero."""
+    """The mean of the paired differences to the full cache's scores, flagged where its interval lies above zero."""
     found = mean_over([a - b for a, b in zip(mine, full, strict=True)], seed, lowest=-1.0)
-    notes = [BETTER if found["low"] > 0 else None, base.note]
-    return replace(base, unit="share", note="; ".join(filter(None, notes)) or None, **found)
+    flagged = with_flags(base, "better_than_full") if found["low"] > 0 else base
+    return replace(flagged, unit="share", **found)
 
 
 def spoken(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:

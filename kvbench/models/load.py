@@ -46,6 +46,15 @@ class LoadedModel(ModelShape):
     note: str | None
 
     @property
+    def weights(self) -> str:
+        """Where the weights come from, as the rows' column says: trained, repeated, pooled or random."""
+        if self.source == "random":
+            return "random"
+        if self.converted_from is None:
+            return "trained"
+        return "repeated" if self.kv_heads > self.converted_from else "pooled"
+
+    @property
     def remark(self) -> str | None:
         """What every row of this model must say; None where there is nothing unusual."""
         weights = RANDOM_WEIGHTS if self.source == "random" else None

@@ -1,54 +1,69 @@
-"""Cells: the unit of work. One method in one measure at one setting, what tells it from another, and which are done.
+"""Cells: the unit of work. One method in one piece of a measure, and the two names that tell a cell from another.
 
-A cell has two names. Its `id` hashes what was asked for and can be computed anywhere, before a job is sent off. Its
-`key` is the resume key: it knows the weights, the text and, for timed cells, the machine as well. No torch here.
+A cell's `id` hashes what was asked for and can be computed anywhere, before a job is sent off. Its `key` is the resume
+key: it also holds the weights, the text and, for timed measures, the machine. No torch here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import MethodConfig
 from kvbench.files import plain
-from kvbench.measures.settings import Latency, Setting, context_of, one_by_one, without_context
+from kvbench.measures.measure import Measure
 from kvbench.results import provenance
 from kvbench.results.folder import resume_key
 
-TIMED = ("memory", "latency")
 SHARED = ("model", "data", "seed", "kernel", "threads")
 """What all cells of a run have in common, from its config."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One setting of a measure: the context that is measured as a whole, or (context None) the slope over them."""
+    """A piece of a measure: a cell of every method, or a summary computed from the rows of other cells."""
 
-    measure: str
-    setting: Setting
-    context: int | None
+    measure: Measure
+    is_summary: bool = False
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the prompt; None for a summary."""
+        return None if self.is_summary else self.measure.size
 
 
 @dataclass(frozen=True)
 class Cell:
-    """method, knobs: for people, `h2o` and {"budget": 256, ...}. kind: the id without the context, which larger cells
-    share. `key` is empty until `Facts` are known.
+    """One method in one part.
+
+    method, knobs: for people, `h2o` and {"budget": 256, ...}. kind: the id without the sizes, which larger cells share.
     """
 
     id: str
     kind: str
     method: str
     knobs: dict[str, Any]
-    measure: str
-    context: int | None
+    part: Part
     config: dict[str, Any]
     key: str = ""
+
+    @property
+    def measure(self) -> str:
+        """Name of the measure."""
+        return self.part.measure.name
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the prompt; None for a summary."""
+        return self.part.context
 
     @property
     def name(self) -> str:
@@ -79,32 +94,28 @@ class Facts:
     device: str
     kernel: str
     threads: int
-    task_files: str = ""
 
     def key(self, cell: Cell) -> str:
         """The cell's resume key."""
-        timed = cell.measure in TIMED
+        measure = cell.part.measure
         return resume_key(
             model_revision=self.model_revision,
             config=cell.config,
-            data_fingerprint=self.task_files if cell.measure == "tasks" else self.data_fingerprint,
-            protocol=cell.measure,
+            data_fingerprint=measure.data_fingerprint(self.data_fingerprint),
+            protocol=measure.name,
             dtype=self.dtype,
-            device_name=self.device if timed else None,
-            kernel=self.kernel if timed else None,
-            threads=self.threads if timed else None,
+            device_name=self.device if measure.is_timed else None,
+            kernel=self.kernel if measure.is_timed else None,
+            threads=self.threads if measure.is_timed else None,
         )
 
 
-def parts_of(settings: Mapping[str, Setting]) -> list[Part]:
-    """The parts of all measures, in the order of measurement; the slope follows its contexts."""
+def parts_of(measures: Sequence[Measure]) -> list[Part]:
+    """The parts of all measures, in the order of measurement; summaries follow their cells."""
     parts = []
-    for measure, setting in settings.items():
-        parts += [Part(measure, one, context_of(one)) for one in one_by_one(setting)]
-        if isinstance(setting, Latency) and len(setting.contexts) > 1:
-            parts += [
-                Part(measure, replace(setting, batches=[batch], throughput=False), None) for batch in setting.batches
-            ]
+    for measure in measures:
+        parts += [Part(cell) for cell in measure.cells()]
+        parts += [Part(summary, is_summary=True) for summary in measure.summaries()]
     return parts
 
 
@@ -113,20 +124,21 @@ def cell_of(method: MethodConfig, part: Part, common: Mapping[str, Any]) -> Cell
 
     common: the keys in SHARED, as plain values.
     """
-    seeded = {"seed": common["seed"]} if part.measure == "needle" else {}  # methods carry their own
+    measure = part.measure
     config = {
         "method": method.effective,
-        "measure": part.measure,
-        "setting": asdict(part.setting),
+        "measure": measure.name,
+        "setting": measure.settings(),
         "load_kwargs": common["model"].get("load_kwargs"),
-        "slope": part.context is None,
-        **seeded,
+        "summary": part.is_summary,
+        **({"seed": common["seed"]} if measure.draws else {}),  # methods carry their own
+        **({"outside": outside} if (outside := _outside_code(method, measure)) else {}),
     }
-    machine = {key: common[key] for key in ("kernel", "threads")} if part.measure in TIMED else {}
+    machine = {key: common[key] for key in ("kernel", "threads")} if measure.is_timed else {}
     asked = {"model": common["model"], "data": common["data"], "code": _code(), **machine}
     knobs = {key: value for key, value in (method.columns | method.others).items() if value is not None}
-    kind = config | {"setting": without_context(part.setting)}
-    return Cell(_hash(asked | config), _hash(asked | kind), method.label, knobs, part.measure, part.context, config)
+    kind = config | {"setting": measure.kind()}
+    return Cell(_hash(asked | config), _hash(asked | kind), method.label, knobs, part, config)
 
 
 def common_of(config: DictConfig) -> dict[str, Any]:
@@ -144,6 +156,23 @@ def with_key(cell: Cell, facts: Facts) -> Cell:
 def _code() -> list[str | None]:
     versions = [provenance.package_version(name) for name in ("torch", "transformers")]
     return [provenance.source_hash(), *versions]
+
+
+def _outside_code(method: MethodConfig, measure: Measure) -> list[str]:
+    """Hashes of the modules that a method's or measure's classes come from, where those are not part of kvbench."""
+    nodes = [method.rule, method.slots, method.rule.get("inner"), method.slots.get("inner")]
+    targets = {str(node["_target_"]).rpartition(".")[0] for node in nodes if node and "_target_" in node}
+    modules = sorted(module for module in {*targets, type(measure).__module__} if module.split(".")[0] != "kvbench")
+    return [f"{module} {_module_hash(module)}" for module in modules]
+
+
+@cache
+def _module_hash(module: str) -> str:
+    try:
+        found = find_spec(module)
+        return hashlib.sha256(Path(str(found.origin)).read_bytes()).hexdigest()[:16] if found else "missing"
+    except (ImportError, OSError, ValueError):
+        return "unreadable"
 
 
 def _hash(content: Mapping[str, Any]) -> str:

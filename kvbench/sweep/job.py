@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console
-
-from kvbench.errors import EXIT_SOME_FAILED
-from kvbench.measures.context import Bench, Entry, Finding
-from kvbench.measures.latency.decode_times import slope
-from kvbench.measures.settings import Latency
-from kvbench.report.published import Published, print_published
-from kvbench.report.tables import TerminalTable
+from kvbench.measures.context import Journal, MethodRun, RunContext
 from kvbench.results.claims import Claims, beating
 from kvbench.results.folder import STATUS, RunFolder
 from kvbench.results.ledger import DONE, Ledger, Record, record_rows, settled, standing
-from kvbench.results.row import KNOBS, Row
+from kvbench.results.row import KNOBS, Row, with_flags
 from kvbench.sweep.cells import Cell, Part
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
 
-COMPARED = ("perplexity", "needle", "tasks", "fidelity")
-"""Measures that hold every method against the full cache, which therefore runs even where its own cell is done."""
-APART = ("memory",)
-"""Measures whose methods share nothing: each is a step of its own, so that a kill costs one of them."""
-
-Measures = dict[str, Callable[[Bench, Any], Iterator[Finding]]]
-
 
 @dataclass
 class Work:
-    """The parts of a job, each with one cell a method, in the order of the bench's entries.
+    """The parts of a job, each with one cell a method, in the order of the run's methods.
 
     device: the name of what measures; an out-of-memory says nothing about another device.
     """
@@ -80,94 +66,117 @@ class Work:
         return settled(records, self.job.rerun, self.job.since)
 
 
-def measure(work: Work, bench: Bench, folder: RunFolder, measures: Measures) -> None:
+Outcomes = dict[str, tuple[Sequence[Row], dict[str, Any]]]
+"""By cell id: its rows, and the fields to set in its record."""
+
+Pair = tuple[MethodRun, Cell]
+
+NEVER_COMPRESS = ("full", "recompute")
+"""Methods for which `engaged` = 0 is no fault: they hold every token exactly, or none at all."""
+
+
+def measure(work: Work, context: RunContext, folder: RunFolder) -> None:
     """Measure what the folder's record lists as waiting, part by part."""
     claims = Claims(work.job.results, folder.path.name)
-    with recording(folder, bench, claims) as stops:
-        # Twice: what another process had the first time it may have left behind, or a slope waited for its contexts.
+    with recording(folder, context, claims) as stops:
+        # Twice: a process that died may have left behind what it had claimed the first time, and a summary waits for
+        # its cells.
         for part, cells in [*work.parts, *work.parts]:
-            states = {cell["id"]: cell["status"] for cell in folder.cells}
-            pairs = []
-            for entry, cell in zip(bench.entries, cells, strict=True):
-                state = states.get(cell.id)
-                if state == "waiting" or (state == "elsewhere" and not work.is_settled(cell)):
-                    pairs.append((entry, cell))
-            groups = [[pair] for pair in pairs] if part.measure in APART else [pairs]
-            for group in groups:
+            for group in _groups(part, _open_pairs(work, context, folder, cells)):
                 taken = _take(work, folder, claims, part, group)
-                if taken and part.context is None:
-                    _slopes(work, bench, folder, part, taken)
+                if taken and part.is_summary:
+                    _summarise(work, context, folder, part, taken)
                 elif taken:
-                    _measure(bench, folder, part, taken, measures, stops)
+                    _measure(context, folder, part, taken, stops)
                 claims.release()
 
 
-def _take(
-    work: Work, folder: RunFolder, claims: Claims, part: Part, pairs: list[tuple[Entry, Cell]]
-) -> list[tuple[Entry, Cell]]:
-    """Those that are this process's to measure, claimed and marked running; the others are marked as what they are."""
+def _open_pairs(work: Work, context: RunContext, folder: RunFolder, cells: Sequence[Cell]) -> list[Pair]:
+    """The methods whose cell still waits, or was another process's and is not settled."""
+    statuses = {cell["id"]: cell["status"] for cell in folder.cells}
+    pairs = zip(context.methods, cells, strict=True)
+    return [
+        (method, cell)
+        for method, cell in pairs
+        if statuses.get(cell.id) == "waiting" or (statuses.get(cell.id) == "elsewhere" and not work.is_settled(cell))
+    ]
+
+
+def _groups(part: Part, pairs: list[Pair]) -> list[list[Pair]]:
+    """What is measured together: all methods, or each by itself where they share nothing, so that a kill costs one."""
+    return [[pair] for pair in pairs] if part.measure.one_method_at_a_time else [pairs]
+
+
+def _take(work: Work, folder: RunFolder, claims: Claims, part: Part, pairs: list[Pair]) -> list[Pair]:
+    """The cells that this process is to measure, claimed and marked running; the others are marked as what they are."""
     taken = []
-    outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
-    for entry, cell in pairs:
-        # Looked up after the claim: who finishes a cell records it before giving its claim back.
+    outcomes: Outcomes = {}
+    for method, cell in pairs:
+        # Looked up after the claim: a process that finishes a cell records it before it releases its claim.
         if not claims.take(cell.key) or work.is_settled(cell):
             claims.release([cell.key])
             outcomes[cell.id] = [], {"status": "elsewhere", "note": "another process has it, or had it meanwhile"}
-        elif (context := work.memory_ran_out(cell)) is not None:
-            note = f"out of memory at context {context:,} already; skip_larger=false tries all the same"
-            row = replace(entry.row, measure=part.measure, context=part.context, status="skipped", note=note)
+        elif (smaller := work.memory_ran_out(cell)) is not None:
+            note = f"out of memory at context {smaller:,} already; skip_larger=false tries all the same"
+            row = replace(method.row, measure=part.measure.name, context=part.context, status="skipped", note=note)
             outcomes[cell.id] = [row], {"status": "skipped", "note": note, "finished": time.time()}
         else:
-            taken.append((entry, cell))
+            taken.append((method, cell))
             outcomes[cell.id] = [], {"status": "running", "started": time.time()}
     if outcomes:
         folder.settle(outcomes)
     return taken
 
 
-def _measure(
-    bench: Bench, folder: RunFolder, part: Part, taken: list[tuple[Entry, Cell]], measures: Measures, stops: Stops
-) -> None:
-    started, failed, traces = time.time(), len(bench.failures), len(bench.tracebacks)
-    entries = [entry for entry, _ in taken]
-    if part.measure in COMPARED and bench.baseline not in entries:
-        entries.insert(0, bench.baseline)
+def _measure(context: RunContext, folder: RunFolder, part: Part, taken: list[Pair], stops: Stops) -> None:
+    """Run the part's measure for the taken cells and record rows, samples and what became of each cell."""
+    started, journal = time.time(), Journal()
+    methods = [method for method, _ in taken]
+    if part.measure.compares_with_full and context.baseline not in methods:
+        methods.insert(0, context.baseline)
     rows: dict[tuple[Any, ...], list[Row]] = {}
     samples: list[dict[str, Any]] = []
-    of_part = replace(bench, entries=entries, ways={})
-    for finding in measures[part.measure](of_part, part.setting):
-        for row in finding.rows:
-            rows.setdefault(_knobs(row), []).append(_with_remark(row, bench))
-        samples += finding.samples
-    now = time.time()
-    outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
-    for entry, cell in taken:
-        failures = [row for label, row in bench.failures[failed:] if label == entry.label]
-        mine = failures[:1] or [_noted(row, of_part.ways.get(entry.label)) for row in rows.get(_knobs(entry.row), [])]
-        status = mine[0].status if mine else "failed"
-        outcome: dict[str, Any] = {"status": status, "finished": now, "seconds": (now - started) / len(taken)}
-        if failures or not mine:
-            outcome |= {
-                "note": mine[0].note if mine else "it yielded no rows",
-                "traceback": "\n".join(bench.tracebacks[traces:]),
-            }
-        outcomes[cell.id] = mine, outcome
+    for result in part.measure.run(replace(context, methods=methods, journal=journal)):
+        for row in result.rows:
+            rows.setdefault(_knobs(row), []).append(_noted(row, context.loaded.remark))
+        samples += result.samples
+    finished = {"finished": time.time(), "seconds": (time.time() - started) / len(taken)}
+    outcomes: Outcomes = {}
+    for method, cell in taken:
+        own = [_noted(row, journal.fallbacks.get(method.label)) for row in rows.get(_knobs(method.row), [])]
+        outcomes[cell.id] = _outcome(method, _flagged(method, own), journal, finished)
+    context.journal.tracebacks.extend(journal.tracebacks)
     with stops.held_back():
         if samples:
             folder.add_samples(samples)
-        if bench.kept:
-            folder.add_kept(bench.kept)
-            bench.kept.clear()
+        if journal.kept:
+            folder.add_kept(journal.kept)
         folder.settle(outcomes)
 
 
-def _with_remark(row: Row, bench: Bench) -> Row:
-    """The row with what the model itself must say in its note."""
-    return _noted(row, bench.loaded.remark)
+def _outcome(
+    method: MethodRun, rows: list[Row], journal: Journal, finished: dict[str, float]
+) -> tuple[Sequence[Row], dict[str, Any]]:
+    """A cell's rows and record: its first failure, where it has one, takes the place of its rows."""
+    failures = [row for label, row in journal.failures if label == method.label]
+    mine = failures[:1] or rows
+    record: dict[str, Any] = {"status": mine[0].status if mine else "failed", **finished}
+    if failures or not mine:
+        note = mine[0].note if mine else "the measure yielded no rows for this method"
+        record |= {"note": note, "traceback": "\n".join(journal.tracebacks)}
+    return mine, record
+
+
+def _flagged(method: MethodRun, rows: list[Row]) -> list[Row]:
+    """The rows, flagged where the method never evicted or quantised anything, so that they are the full cache's."""
+    if method.row.method in NEVER_COMPRESS and method.row.store in ("dense", "paged"):
+        return rows
+    idle = {row.context for row in rows if row.metric == "engaged" and row.value == 0}
+    return [with_flags(row, "not_engaged") if row.context in idle else row for row in rows]
 
 
 def _noted(row: Row, note: str | None) -> Row:
-    """The row with one thing more in its note."""
+    """The row with one more remark in its note."""
     return replace(row, note="; ".join(filter(None, (row.note, note))) or None)
 
 
@@ -175,38 +184,31 @@ def _knobs(row: Row) -> tuple[Any, ...]:
     return tuple(getattr(row, knob) for knob in KNOBS)
 
 
-def _slopes(work: Work, bench: Bench, folder: RunFolder, part: Part, taken: list[tuple[Entry, Cell]]) -> None:
-    """The slope over contexts, from the rows on disk: some contexts may have been measured by an earlier run."""
-    assert isinstance(part.setting, Latency)
-    (batch,) = part.setting.batches
+def _summarise(work: Work, context: RunContext, folder: RunFolder, part: Part, taken: list[Pair]) -> None:
+    """A summary over cells, from the rows on disk: an earlier run may have measured some of them."""
     by_key = work.ledger.by("key")
-    outcomes: dict[str, tuple[Sequence[Row], dict[str, Any]]] = {}
-    for entry, cell in taken:
-        at = [known.label for known in bench.entries].index(entry.label)
-        contexts = [
-            cells[at]
-            for other, cells in work.parts
-            if isinstance(other.setting, Latency) and other.context and other.setting.batches == [batch]
-        ]
-        found = [standing(by_key.get(context.key, [])) for context in contexts]
-        if any(record is None or record.status not in (*DONE, "failed") for record in found):
+    labels = [method.label for method in context.methods]
+    outcomes: Outcomes = {}
+    for method, cell in taken:
+        at = labels.index(method.label)
+        parts = [cells[at] for other, cells in work.parts if not other.is_summary and _covers(part, other)]
+        records = [standing(by_key.get(one.key, [])) for one in parts]
+        if any(record is None or record.status not in (*DONE, "failed") for record in records):
             outcomes[cell.id] = [], {"status": "elsewhere", "note": "not all of its contexts are measured yet"}
             continue
-        medians = [
-            (row.context, row.value)
-            for record in found
-            if record is not None and record.status == "ok"
-            for row in record_rows(record)
-            if row.metric == "tpot_p50_ms" and row.context and row.value is not None
-        ]
-        rows = [_with_remark(row, bench) for row in slope(entry, medians, batch)]
-        outcome = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
-        outcomes[cell.id] = rows, {**outcome, "finished": time.time(), "seconds": 0.0}
+        known = [row for record in records if record and record.status == "ok" for row in record_rows(record)]
+        rows = [_noted(row, context.loaded.remark) for row in part.measure.summarise(method, known)]
+        record = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
+        outcomes[cell.id] = rows, {**record, "finished": time.time(), "seconds": 0.0}
     folder.settle(outcomes)
 
 
+def _covers(summary: Part, cell: Part) -> bool:
+    return cell.measure.name == summary.measure.name and summary.measure.summarises(cell.measure)
+
+
 @contextmanager
-def recording(folder: RunFolder, bench: Bench, claims: Claims) -> Iterator[Stops]:
+def recording(folder: RunFolder, context: RunContext, claims: Claims) -> Iterator[Stops]:
     """Whatever ends the run, its folder says so and its claims are given back."""
     with stoppable() as stops, beating([folder.path / STATUS], claims):
         try:
@@ -231,37 +233,4 @@ def recording(folder: RunFolder, bench: Bench, claims: Claims) -> Iterator[Stops
             claims.release()
         states = [cell["status"] for cell in folder.cells]
         status = "failed" if "failed" in states else "oom" if {"oom", "skipped"} & set(states) else "ok"
-        folder.finish(status, error="\n".join(bench.tracebacks) or None)
-
-
-def conclude(work: Work, folder: RunFolder | None, published: Published | None = None) -> int:
-    """Print the table of all cells of the job, whoever measured them, and where they are; returns the exit code."""
-    records = work.records()
-    results = [record for record in records if record is not None and record.status in (*DONE, "failed")]
-    if rows := [row for record in results for row in record_rows(record)]:
-        Console().print(TerminalTable(rows))
-        print_published(published, rows)
-    bad = 0
-    for cell, record in zip(work.cells, records, strict=True):
-        status = "missing" if record is None else record.status
-        if status == "ok":
-            continue
-        bad += 1
-        note = "" if record is None else record.content.get("note") or ""
-        if status in ("running", "waiting", "elsewhere") and record is not None:
-            note = f"another process is at it, in {record.run}"
-        print(f"kvbench: {status}: {cell.name}{': ' if note else ''}{note}", file=sys.stderr)
-    earlier = sorted({str(record.run) for record in results} - {str(folder.path if folder else "")})
-    if folder is None:
-        print(
-            f"all {len(records)} cells were measured before; rerun=all measures them again, "
-            "rerun=failed what ran out of memory"
-        )
-    elif earlier:
-        print("some cells were measured before; rerun=all measures them again")
-    for run in earlier:
-        print(f"measured in: {run}")
-    if folder is not None:
-        print(f"run folder: {folder.path}")
-    print(f"report:     python -m kvbench.report {folder.path if folder else work.job.results}")
-    return EXIT_SOME_FAILED if bad else 0
+        folder.finish(status, error="\n".join(context.journal.tracebacks) or None)

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.config import ConfigSources, chosen_measures, method_configs
 from kvbench.errors import UserError
 from kvbench.files import read_json, to_json, write_atomic
-from kvbench.measures.settings import KINDS, read_settings
+from kvbench.measures.measure import Measure, read_measure
 from kvbench.results.claims import beating, this_process
 from kvbench.results.folder import check_writable, clean_label
 from kvbench.results.ledger import RERUN
@@ -86,22 +86,22 @@ def job_of(config: DictConfig, sweep: Sweep | None) -> Job:
 
 def cells_of(config: DictConfig, overrides: list[str]) -> list[Cell]:
     """The cells of a job, without their keys. Raises UserError, and Hydra's errors for unknown names and keys."""
-    measures = chosen_measures(config)
-    settings = {name: read_settings(KINDS[name], name, node_of(config, name)) for name in measures}
     methods = method_configs(config, overrides)
     common = common_of(config)
-    return [cell_of(method, part, common) for part in parts_of(settings) for method in methods]
+    return [cell_of(method, part, common) for part in parts_of(measures_of(config)) for method in methods]
+
+
+def measures_of(config: DictConfig) -> list[Measure]:
+    """The measures that a composed config selects, with their settings. Raises UserError for those it cannot use."""
+    return [read_measure(name, node_of(config, name)) for name in chosen_measures(config)]
 
 
 def node_of(config: DictConfig, name: str) -> dict[str, Any]:
-    """A node of the config as a plain mapping, without its class.
-
-    Raises UserError where a value stands in its place.
-    """
+    """A node of the config as a plain mapping. Raises UserError where a value stands in its place."""
     node = OmegaConf.to_container(config[name], resolve=True) if OmegaConf.is_dict(config[name]) else config[name]
     if not isinstance(node, dict):
         raise UserError(f"{name}={node} is not a group of settings; type {name}.KEY=VALUE")
-    return {str(key): value for key, value in node.items() if key != "_target_"}
+    return {str(key): value for key, value in node.items()}
 
 
 def plan_sweep(words: Sequence[str], sources: ConfigSources, command: list[str]) -> Sweep:

@@ -3,20 +3,36 @@
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.measures.settings import Needle
 from kvbench.texts.needle_tasks import NOISE, TASKS, Draft, Task, Words
 
 VOCABULARY_TOKENS = 100_000
 """Tokens of the text whose words are used where a task wants words."""
 
 MARK = "<<<here>>>"
+
+
+class NeedleSettings(Protocol):
+    """Settings that prompts are made from: see `kvbench.measures.needle.Needle`."""
+
+    @property
+    def lengths(self) -> list[int]: ...
+    @property
+    def depths(self) -> list[float]: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def tasks(self) -> Sequence[str]: ...
+    @property
+    def template(self) -> str: ...
+    @property
+    def values(self) -> Literal["task", "number", "word", "uuid"]: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,12 @@ def template_of(tokenizer: Any, kind: str) -> Template:
 
 
 def check_prompts(
-    tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, max_positions: int | None, bos: int | None = None
+    tokenizer: Any,
+    tokens: Tensor,
+    seed: int,
+    settings: NeedleSettings,
+    max_positions: int | None,
+    bos: int | None = None,
 ) -> dict[int, list[Prompt]]:
     """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions."""
     made = {}
@@ -77,7 +98,7 @@ def check_prompts(
 
 
 def make_prompts(
-    tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int, bos: int | None = None
+    tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: int | None = None
 ) -> list[Prompt]:
     """All prompts of a length, task by task and depth by depth. bos: what they begin with; a chat template brings its
     own."""
@@ -86,7 +107,7 @@ def make_prompts(
     return [maker.prompt(task, depth, sample) for task in tasks for depth, sample in places(task, settings)]
 
 
-def places(task: Task, settings: Needle) -> Iterator[tuple[float | None, int]]:
+def places(task: Task, settings: NeedleSettings) -> Iterator[tuple[float | None, int]]:
     """Depth and number of each prompt; a task without depths has as many prompts in all."""
     for i, depth in enumerate(settings.depths):
         for sample in range(settings.samples):
@@ -100,7 +121,7 @@ class Maker:
     """
 
     def __init__(
-        self, tokenizer: Any, tokens: Tensor, seed: int, settings: Needle, length: int, bos: int | None = None
+        self, tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: int | None = None
     ) -> None:
         self.tokenizer, self.tokens, self.seed, self.length = tokenizer, tokens, seed, length
         self.begin = [bos] if bos is not None and settings.template == "base" else []

@@ -9,11 +9,10 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
-from kvbench.measures.settings import Tasks
 from kvbench.texts.answer_metrics import ANSWER_TOKENS, LONGBENCH, longbench, ruler
 from kvbench.texts.load import one_line_errors
 from kvbench.texts.prompts import Template, template_of
@@ -40,6 +39,25 @@ NO_LIMIT = 2**62
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
+class TaskSettings(Protocol):
+    """Settings that samples are read by: see `kvbench.measures.tasks.Tasks`."""
+
+    @property
+    def set(self) -> str: ...
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def template(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def path(self) -> str | None: ...
+
+
 @dataclass(frozen=True)
 class Sample:
     """One question. classes: what a classification can answer."""
@@ -53,7 +71,7 @@ class Sample:
 
 
 def check_tasks(
-    settings: Tasks, max_positions: int | None, tokenizer: Any, bos: int | None = None
+    settings: TaskSettings, max_positions: int | None, tokenizer: Any, bos: int | None = None
 ) -> dict[str, list[Sample]]:
     """The samples of every task. Raises UserError for names that the set does not have, files that are not there or
     hold something else, prompts and answers beyond the model, and prompts of RULER that would be cut: what is asked for
@@ -91,7 +109,7 @@ def check_tasks(
     return found
 
 
-def load_samples(settings: Tasks, name: str) -> list[Sample]:
+def load_samples(settings: TaskSettings, name: str) -> list[Sample]:
     """The first `tasks.samples` samples of a task. Raises UserError where they cannot be had."""
     if settings.path is not None and not local_file(settings, name).read_bytes().strip():
         raise UserError(f"{local_file(settings, name)} holds no samples")
@@ -102,7 +120,7 @@ def load_samples(settings: Tasks, name: str) -> list[Sample]:
     return [_sample(row, name, i, settings.set) for i, row in enumerate(rows)]
 
 
-def _rows(settings: Tasks, name: str) -> Iterator[dict[str, Any]]:
+def _rows(settings: TaskSettings, name: str) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
     if settings.path is not None:
@@ -119,7 +137,7 @@ def _rows(settings: Tasks, name: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def local_file(settings: Tasks, name: str) -> Path:
+def local_file(settings: TaskSettings, name: str) -> Path:
     """NAME.jsonl, .json or .parquet in `tasks.path`. Raises UserError where there is none."""
     folder = Path(str(settings.path)).expanduser()
     found = [folder / f"{name}{ending}" for ending in FORMATS if (folder / f"{name}{ending}").is_file()]
@@ -131,7 +149,7 @@ def local_file(settings: Tasks, name: str) -> Path:
     return found[0]
 
 
-def files_fingerprint(settings: Tasks) -> str:
+def files_fingerprint(settings: TaskSettings) -> str:
     """sha256 of the local files; of a set on the hub its address, which the hub keeps under one name for good."""
     if settings.path is None:
         return HUB[settings.set]

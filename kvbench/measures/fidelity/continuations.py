@@ -2,7 +2,7 @@
 
 Greedy, from the same prompts. `divergence_step` counts the tokens before the first that differs; an answer that never
 differs counts with its whole length, so the mean is one of steps cut off at the most that were generated. Two caches
-that end by themselves at the same place never diverged. `length_ratio` compares the lengths of answers that both ended
+that end by themselves at the same place never diverged. `contextratio` compares the lengths of answers that both ended
 by themselves.
 """
 
@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import generate
-from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
+from kvbench.measures.fidelity import Fidelity
 from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import engagement
-from kvbench.measures.settings import Fidelity
 from kvbench.measures.statistics import Units, bounded_interval, bounds, mean_interval, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row
@@ -35,47 +34,47 @@ class Answer:
     kept: float
 
 
-def fidelity(bench: Bench, settings: Fidelity) -> Iterator[Finding]:
-    """One finding a context: rows divergence_step, diverged_share, length_ratio, engaged, kept_tokens a method."""
-    for context in settings.contexts:
-        offsets = prompt_offsets(len(bench.tokens), context, settings.samples)
-        answers: dict[str, dict[int, Answer]] = {entry.label: {} for entry in bench.entries}
-        with bench.progress.phase(f"fidelity {context}", len(offsets) * len(bench.entries)) as advance:
+def continue_prompts(context: RunContext, settings: Fidelity) -> Iterator[Result]:
+    """One result a context: rows divergence_step, diverged_share, length_ratio, engaged, kept_tokens a method."""
+    for prompt in settings.contexts:
+        offsets = prompt_offsets(len(context.tokens), prompt, settings.samples)
+        answers: dict[str, dict[int, Answer]] = {method.label: {} for method in context.methods}
+        with context.progress.phase(f"fidelity {prompt}", len(offsets) * len(context.methods)) as advance:
             for start in range(0, len(offsets), settings.batch):
                 some = offsets[start : start + settings.batch]
-                _answer(bench, settings, context, some, start, answers)
-                advance(len(some) * len(bench.entries))
-        done = bench.alive("fidelity", context=context)
-        rows = [row for entry in done for row in _rows(bench, entry, settings, context, answers)]
-        yield Finding(rows, _samples(bench, done, offsets, context, answers))
+                _answer(context, settings, prompt, some, start, answers)
+                advance(len(some) * len(context.methods))
+        done = context.remaining("fidelity", context=prompt)
+        rows = [row for method in done for row in _rows(context, method, settings, prompt, answers)]
+        yield Result(rows, _samples(context, done, offsets, prompt, answers))
 
 
-def prompt_offsets(tokens: int, context: int, samples: int) -> list[int]:
+def prompt_offsets(tokens: int, prompt: int, samples: int) -> list[int]:
     """First token of each prompt, evenly spread over the text."""
-    return [i * (tokens - context) // max(1, samples - 1) for i in range(samples)]
+    return [i * (tokens - prompt) // max(1, samples - 1) for i in range(samples)]
 
 
 def _answer(
-    bench: Bench,
+    context: RunContext,
     settings: Fidelity,
-    context: int,
+    prompt: int,
     offsets: list[int],
     first: int,
     answers: dict[str, dict[int, Answer]],
 ) -> None:
-    model, ends = bench.loaded.model, end_tokens(bench.loaded)
-    ids = torch.stack([bench.window(o, context) for o in offsets]).to(bench.loaded.device)
+    model, ends = context.loaded.model, end_tokens(context.loaded)
+    ids = context.windows(offsets, prompt)
 
-    def answer(entry: Entry, cache: AnyCache) -> None:
+    def answer(method: MethodRun, cache: AnyCache) -> None:
         # Past the natural end too: how long a cache runs must not depend on what it shares a batch with.
         said = generate(model, None, cache, settings.tokens).tolist()
         for i, tokens in enumerate(said):
             stop = next((t + 1 for t, token in enumerate(tokens) if token in ends), None)
-            answers[entry.label][first + i] = Answer(
+            answers[method.label][first + i] = Answer(
                 tokens[:stop], stop is not None, cache.has_compressed, cache.kept_tokens
             )
 
-    each_cache(bench, ids, answer, settings.tokens, 1, "fidelity", context=context)
+    each_cache(context, ids, answer, settings.tokens, 1, "fidelity", context=prompt)
 
 
 def divergence(mine: list[int], full: list[int]) -> int | None:
@@ -86,14 +85,14 @@ def divergence(mine: list[int], full: list[int]) -> int | None:
 
 
 def _rows(
-    bench: Bench, entry: Entry, settings: Fidelity, context: int, answers: dict[str, dict[int, Answer]]
+    context: RunContext, method: MethodRun, settings: Fidelity, prompt: int, answers: dict[str, dict[int, Answer]]
 ) -> Iterator[Row]:
-    mine, full = answers[entry.label], answers.get(bench.baseline.label, {})
+    mine, full = answers[method.label], answers.get(context.baseline.label, {})
     base = replace(
-        entry.row,
+        method.row,
         measure="fidelity",
         protocol="greedy",
-        context=context,
+        context=prompt,
         batch=min(settings.batch, settings.samples),
         n=len(mine),
     )
@@ -109,7 +108,7 @@ def _rows(
             value=units.mean,
             unit="tokens",
             note=f"tokens before the first that differs, cut off at {settings.tokens}",
-            **bounds(bounded_interval(units, 0.0, settings.tokens, bench.seed)),
+            **bounds(bounded_interval(units, 0.0, settings.tokens, context.seed)),
         )
         yield replace(
             base, metric="diverged_share", value=left / len(steps), unit="share", **bounds(wilson(left, len(steps)))
@@ -125,27 +124,31 @@ def _rows(
                 unit="x",
                 n=len(ended),
                 note=f"of the {len(ended)} of {len(pairs)} answers that both ended by themselves",
-                **bounds(mean_interval(units, bench.seed)),
+                **bounds(mean_interval(units, context.seed)),
             )
     yield from engagement(base, mine.values())
 
 
 def _samples(
-    bench: Bench, entries: list[Entry], offsets: list[int], context: int, answers: dict[str, dict[int, Answer]]
+    context: RunContext,
+    methods: list[MethodRun],
+    offsets: list[int],
+    prompt: int,
+    answers: dict[str, dict[int, Answer]],
 ) -> list[dict[str, Any]]:
-    full = answers.get(bench.baseline.label, {})
+    full = answers.get(context.baseline.label, {})
     samples = []
     for i, offset in enumerate(offsets):
-        ids = bench.window(offset, context).tolist()
-        methods = []
-        for entry in entries:
-            answer = answers[entry.label][i]
+        ids = context.window(offset, prompt).tolist()
+        found = []
+        for method in methods:
+            answer = answers[method.label][i]
             step = divergence(answer.tokens, full[i].tokens) if i in full else None
-            methods.append(
+            found.append(
                 {
-                    "method": entry.row.method,
-                    "store": entry.row.store,
-                    "knobs": entry.knobs,
+                    "method": method.row.method,
+                    "store": method.row.store,
+                    "knobs": method.knobs,
                     "divergence_step": step,
                     "length": len(answer.tokens),
                     "ended": answer.ended,
@@ -156,11 +159,11 @@ def _samples(
             "measure": "fidelity",
             "sample": i,
             "offset": offset,
-            "context": context,
+            "context": prompt,
             "sha256": token_hash(ids),
-            "methods": methods,
+            "methods": found,
         }
-        if bench.save_tokens:
+        if context.save_tokens:
             sample["ids"] = ids
         samples.append(sample)
     return samples

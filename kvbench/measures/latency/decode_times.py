@@ -8,6 +8,7 @@ graph. ITL is the interval between two tokens of a greedy generation, each chose
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,14 +19,15 @@ from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.cache.record import PrefillRecord, clock
-from kvbench.measures.context import Bench, Entry, Finding
-from kvbench.measures.fallbacks import announce, ways_of
+from kvbench.measures.context import Journal, MethodRun, Result, RunContext
+from kvbench.measures.fallbacks import Fallback, announce, fallbacks_for
+from kvbench.measures.latency import Latency
 from kvbench.measures.latency.generation import Generation, generation
 from kvbench.measures.latency.machine import Machine, machine_now, read_bandwidth
 from kvbench.measures.latency.throughput import throughput
-from kvbench.measures.settings import Latency
+from kvbench.measures.out_of_memory import with_fallback
 from kvbench.measures.statistics import bounds, median_interval, percentile_interval
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 
 ROUND = 16
 """Steps that a method runs before the next one's turn."""
@@ -41,10 +43,10 @@ STEADY = 0.1
 
 
 @dataclass
-class Timed:
+class TimedMethod:
     """One method at one context and batch."""
 
-    entry: Entry
+    method: MethodRun
     cache: AnyCache
     decoder: EagerDecoder | GraphDecoder
     observe_ms: float
@@ -72,154 +74,175 @@ class Timed:
                 self.step_ms.append(elapsed)
 
 
-def latency(bench: Bench, settings: Latency) -> Iterator[Finding]:
-    """One finding a context and batch, then the slopes over contexts, a batch each."""
-    medians: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for context in settings.contexts:
+def time_decoding(context: RunContext, settings: Latency) -> Iterator[Result]:
+    """One result a context and batch, then the throughput of each context where asked for.
+
+    Slopes over contexts are a summary of the cells: see `Latency.summarise`.
+    """
+    for prompt in settings.contexts:
         for batch in settings.batches:
-            found = _at(bench, settings, context, batch)
-            for label, rows in found.items():
-                points = [(context, row.value) for row in rows if row.metric == "tpot_p50_ms" and row.value is not None]
-                medians.setdefault((label, batch), []).extend(points)
-            yield Finding([row for rows in found.values() for row in rows])
+            found = _at(context, settings, prompt, batch)
+            yield Result([row for rows in found.values() for row in rows])
         if settings.throughput:
-            yield Finding(list(throughput(bench, settings, context)))
-    yield Finding(
-        [
-            row
-            for batch in settings.batches
-            for entry in bench.entries
-            for row in slope(entry, medians.get((entry.label, batch), []), batch)
-        ]
-    )
+            yield Result(list(throughput(context, settings, prompt)))
 
 
-def _at(bench: Bench, settings: Latency, context: int, batch: int) -> dict[str, list[Row]]:
+def _at(context: RunContext, settings: Latency, prompt: int, batch: int) -> dict[str, list[Row]]:
     """The rows of each method at a context and batch.
 
-    All decode in turns from one prefill; those for which memory ran out do so again on the next of the `ways_of`
-    prefilling, where fewer or none are beside them.
+    All methods decode in turns from one prefill. Those that run out of memory do so again with the next fallback, where
+    fewer methods or none are beside them.
     """
     found: dict[str, list[Row]] = {}
-    waiting, ways = bench.entries, ways_of(bench.loaded.device, len(bench.entries))
-    for way in ways:
-        if waiting and way is not ways[0]:
-            announce(bench, way)
-        for group in [waiting] if way.together else [[entry] for entry in waiting]:
-            trial = replace(bench, entries=group, failures=[], tracebacks=[])
-            rows = _together(trial, settings, context, batch, way.on_host) if group else {}
-            again = {label for label, row in trial.failures if row.status == "oom" and way is not ways[-1]}
-            final = [failure for failure in trial.failures if failure[0] not in again]
-            bench.failures.extend(final)
-            bench.tracebacks.extend(trial.tracebacks if final else [])
-            waiting = [entry for entry in waiting if entry not in group or entry.label in again]
-            found |= {label: of_method for label, of_method in rows.items() if label not in again}
-            bench.ways |= {label: way.note for label in rows if label not in again and way.note is not None}
+    waiting = list(context.methods)
+    fallbacks = fallbacks_for(context.loaded.device, len(waiting))
+
+    def attempt(fallback: Fallback) -> None:
+        nonlocal waiting
+        again: list[MethodRun] = []
+        for group in [waiting] if fallback.together else [[method] for method in waiting]:
+            rows, out_of_memory = _attempt(context, group, settings, prompt, batch, fallback, fallback is fallbacks[-1])
+            found.update(rows)
+            again += out_of_memory
+        waiting = again
+        if waiting:
+            raise torch.OutOfMemoryError(f"{len(waiting)} methods ran out of memory")
+
+    with_fallback(fallbacks, attempt, partial(announce, context))
     return found
 
 
-def _together(bench: Bench, settings: Latency, context: int, batch: int, on_host: bool) -> dict[str, list[Row]]:
+def _attempt(
+    context: RunContext,
+    group: list[MethodRun],
+    settings: Latency,
+    prompt: int,
+    batch: int,
+    fallback: Fallback,
+    is_last: bool,
+) -> tuple[dict[str, list[Row]], list[MethodRun]]:
+    """The rows of those that could be measured, and the methods for which memory ran out, to be tried again.
+
+    Failures that are final go to the context's journal: all on the last fallback, else all but running out of memory.
+    """
+    trial = replace(context, methods=group, journal=Journal())
+    rows = _together(trial, settings, prompt, batch, fallback.on_host)
+    again = {label for label, row in trial.journal.failures if row.status == "oom" and not is_last}
+    final = [failure for failure in trial.journal.failures if failure[0] not in again]
+    context.journal.failures.extend(final)
+    context.journal.tracebacks.extend(trial.journal.tracebacks if final else [])
+    measured = {label: of_method for label, of_method in rows.items() if label not in again}
+    if fallback.note is not None:
+        context.journal.fallbacks.update(dict.fromkeys(measured, fallback.note))
+    return measured, [method for method in group if method.label in again]
+
+
+def _together(context: RunContext, settings: Latency, prompt: int, batch: int, on_host: bool) -> dict[str, list[Row]]:
     """The rows of methods whose caches are built from one record."""
-    record, runs = _timed(bench, settings, context, batch, on_host)
+    record, timed = _timed(context, settings, prompt, batch, on_host)
     if record is None:
         return {}
-    machine = machine_now(bench.loaded.device)
-    found = {run.entry.label: list(_rows(bench, run, record, context, machine)) for run in runs}
-    entries = [run.entry for run in runs]
-    runs.clear()  # the caches make room for those that generate
-    for said in _generations(bench, settings, record, entries, context):
-        found[said.entry.label] += said.rows(bench.seed)
+    machine = machine_now(context.loaded.device)
+    found = {one.method.label: list(_rows(context, one, record, prompt, machine)) for one in timed}
+    methods = [one.method for one in timed]
+    timed.clear()  # the caches make room for those that generate
+    for generated in _generations(context, settings, record, methods, prompt):
+        found[generated.method.label] += generated.rows(context.seed)
     return found
 
 
-def batch_ids(bench: Bench, batch: int, length: int) -> Tensor:
+def batch_ids(context: RunContext, batch: int, length: int) -> Tensor:
     """[B, length] of the text, each row from another place where the text is long enough."""
-    room = max(0, len(bench.tokens) - length)
+    room = max(0, len(context.tokens) - length)
     starts = [i * room // batch for i in range(batch)]
-    return torch.stack([bench.window(s, length) for s in starts]).to(bench.loaded.device)
+    return context.windows(starts, length)
 
 
 def _timed(
-    bench: Bench, settings: Latency, context: int, batch: int, on_host: bool
-) -> tuple[PrefillRecord | None, list[Timed]]:
+    context: RunContext, settings: Latency, prompt: int, batch: int, on_host: bool
+) -> tuple[PrefillRecord | None, list[TimedMethod]]:
     steps = settings.warmup + settings.steps
-    where = {"context": context, "batch": batch}
-    name = f"latency {context}" if batch == 1 else f"latency {context} x {batch}"
-    with bench.progress.phase(name, steps * len(bench.entries)) as advance:
-        ids = batch_ids(bench, batch, context + steps)
-        record, runs = _build(bench, settings, ids[:, :context], where, on_host)
+    where = {"context": prompt, "batch": batch}
+    name = f"latency {prompt}" if batch == 1 else f"latency {prompt} x {batch}"
+    with context.progress.phase(name, steps * len(context.methods)) as advance:
+        ids = batch_ids(context, batch, prompt + steps)
+        record, timed = _build(context, settings, ids[:, :prompt], where, on_host)
         rounds = [min(ROUND, settings.steps - first) for first in range(0, settings.steps, ROUND)]
         for turn, count in enumerate([settings.warmup, *rounds]):
-            for run in runs:
-                with bench.cell(run.entry, "latency", **where):
-                    run.turn(ids[:, context:], run.affordable(count, turn > 0), timed=turn > 0)
+            for one in timed:
+                with context.guarded(one.method, "latency", **where):
+                    one.turn(ids[:, prompt:], one.affordable(count, turn > 0), timed=turn > 0)
                 advance(count)
             # A cache that failed makes room for the others.
-            runs = [run for run in runs if not bench.failed(run.entry, "latency", **where)]
-    return record, runs
+            timed = [one for one in timed if not context.has_failed(one.method, "latency", **where)]
+    return record, timed
 
 
 def _build(
-    bench: Bench, settings: Latency, ids: Tensor, where: dict[str, int], on_host: bool
-) -> tuple[PrefillRecord | None, list[Timed]]:
-    steps = settings.warmup + settings.steps
-    runs: list[Timed] = []
+    context: RunContext, settings: Latency, ids: Tensor, where: dict[str, int], on_host: bool
+) -> tuple[PrefillRecord | None, list[TimedMethod]]:
+    model, steps = context.loaded.model, settings.warmup + settings.steps
+    timed: list[TimedMethod] = []
     record: PrefillRecord | None = None
-    with bench.shared(bench.entries, "latency", **where):
-        _first_calls(bench, ids[:, :64], settings)  # what they cost is not the prompt's
-        record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries], on_host)
-    for entry in bench.entries if record is not None else []:
-        with bench.cell(entry, "latency", **where):
-            cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=steps, kernel=bench.kernel)
-            observed = sum(record.observe_ms[o] for o in dict.fromkeys(entry.method.rule.observations()))
-            decoder = decoder_for(bench.loaded.model, cache, settings.graph, settings.warmup)
-            runs.append(Timed(entry, cache, decoder, observed))
-    return record, runs
+    with context.guarded(context.methods, "latency", **where):
+        _first_calls(context, ids[:, :64], settings)  # what they cost is not the prompt's
+        record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods], on_host)
+    for method in context.methods if record is not None else []:
+        with context.guarded(method, "latency", **where):
+            cache = build_cache(
+                context.loaded.model, method.method, record, max_new_tokens=steps, kernel=context.kernel
+            )
+            observed = sum(record.observe_ms[o] for o in dict.fromkeys(method.method.rule.observations()))
+            decoder = decoder_for(model, cache, settings.graph, settings.warmup)
+            timed.append(TimedMethod(method, cache, decoder, observed))
+    return record, timed
 
 
-def _first_calls(bench: Bench, ids: Tensor, settings: Latency) -> None:
+def _first_calls(context: RunContext, ids: Tensor, settings: Latency) -> None:
     """A short prefill, and on a GPU, where kernels are compiled at their first call, a step of each method."""
     if ids.device.type != "cuda":
-        prefill(bench.loaded.model, ids)
+        prefill(context.loaded.model, ids)
         return
-    record = prefill(bench.loaded.model, ids, [entry.method.rule for entry in bench.entries])
-    for entry in bench.entries:
+    record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods])
+    for method in context.methods:
         with suppress(Exception):  # what is wrong with a method is told by its own cell
-            cache = build_cache(bench.loaded.model, entry.method, record, FIRST_CALL_TOKENS, kernel=bench.kernel)
-            decoder_for(bench.loaded.model, cache, settings.graph).feed(ids[:, :1])
+            cache = build_cache(context.loaded.model, method.method, record, FIRST_CALL_TOKENS, kernel=context.kernel)
+            decoder_for(context.loaded.model, cache, settings.graph).feed(ids[:, :1])
 
 
 def _generations(
-    bench: Bench, settings: Latency, record: PrefillRecord, entries: list[Entry], context: int
+    context: RunContext, settings: Latency, record: PrefillRecord, methods: list[MethodRun], prompt: int
 ) -> list[Generation]:
     found = []
-    for entry in entries:
-        with bench.cell(entry, "latency", context=context, batch=record.ids.shape[0]):
-            if not entry.method.rule.needs_ids:
-                found.append(generation(bench, settings, entry, record))
-    return [each for each in found if not bench.failed(each.entry, "latency", context=context, batch=each.batch)]
+    for method in methods:
+        with context.guarded(method, "latency", context=prompt, batch=record.ids.shape[0]):
+            if not method.method.rule.needs_ids:
+                found.append(generation(context, settings, method, record))
+    return [each for each in found if not context.has_failed(each.method, "latency", context=prompt, batch=each.batch)]
 
 
-def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int, machine: Machine) -> Iterator[Row]:
-    times, batch = np.array(run.step_ms), record.ids.shape[0]
-    steady = is_steady(run.step_ms, bench.seed)
-    unsteady = None if steady else "unsteady: the first and the second half of the steps differ"
-    doubts = (run.decoder.note, machine.note, unsteady)
+def _rows(context: RunContext, one: TimedMethod, record: PrefillRecord, prompt: int, machine: Machine) -> Iterator[Row]:
+    times, batch = np.array(one.step_ms), record.ids.shape[0]
+    steady = is_steady(one.step_ms, context.seed)
+    unsteady = None if steady else "the first and the second half of the steps differ"
+    doubts = (one.decoder.note, machine.note, unsteady)
     base = replace(
-        run.entry.row,
+        one.method.row,
         measure="latency",
-        context=context,
+        context=prompt,
         batch=batch,
         protocol="interleaved",
         n=1,
-        kernel=run.decoder.kernel_name,
+        kernel=one.decoder.kernel_name,
         note="; ".join(filter(None, doubts)) or None,
     )
+    if not steady:
+        base = with_flags(base, "unsteady")
     once = [
         ("prefill_ms", record.prefill_ms),
-        ("observe_ms", run.observe_ms),
-        ("compress_ms", run.cache.compress_ms),
-        ("ttft_ms", record.prefill_ms + run.observe_ms + run.cache.compress_ms + run.first_ms),
+        ("observe_ms", one.observe_ms),
+        ("compress_ms", one.cache.compress_ms),
+        ("ttft_ms", record.prefill_ms + one.observe_ms + one.cache.compress_ms + one.first_ms),
     ]
     for metric, value in once:
         yield replace(base, metric=metric, value=value, unit="ms")
@@ -230,15 +253,15 @@ def _rows(bench: Bench, run: Timed, record: PrefillRecord, context: int, machine
             metric=f"tpot_p{percent}_ms",
             value=float(np.percentile(times, percent)),
             unit="ms",
-            **bounds(percentile_interval(times, percent, bench.seed)),
+            **bounds(percentile_interval(times, percent, context.seed)),
         )
     yield replace(many, metric="steady", value=float(steady), unit="yes")
-    if not isinstance(run.cache, PrefixCache):
-        yield from _bandwidth_rows(bench, run, many)
+    if not isinstance(one.cache, PrefixCache):
+        yield from _bandwidth_rows(context, one, many)
     for metric, unit, number in (
-        ("engaged", "share", float(run.cache.has_compressed)),
-        ("kept_tokens", "tokens", run.cache.kept_tokens),
-        ("positions_processed", "positions", float(run.cache.positions_processed)),
+        ("engaged", "share", float(one.cache.has_compressed)),
+        ("kept_tokens", "tokens", one.cache.kept_tokens),
+        ("positions_processed", "positions", float(one.cache.positions_processed)),
         ("load_average", "processes", machine.load),
         ("clock_mhz", "MHz", machine.clock_mhz),
     ):
@@ -259,10 +282,10 @@ def is_steady(step_ms: list[float], seed: int) -> bool:
     return before is not None and after is not None and before[0] <= after[1] and after[0] <= before[1]
 
 
-def _bandwidth_rows(bench: Bench, run: Timed, base: Row) -> Iterator[Row]:
+def _bandwidth_rows(context: RunContext, one: TimedMethod, base: Row) -> Iterator[Row]:
     """Bytes that a step must read, over the time that it took, and that over what the memory gives at best."""
-    read = read_bytes(bench.loaded.model) + held_bytes(run.cache.buffers()).used
-    rate, best = read / (1e-3 * float(np.median(run.step_ms))), read_bandwidth(bench.loaded.device)
+    read = read_bytes(context.loaded.model) + held_bytes(one.cache.buffers()).used
+    rate, best = read / (1e-3 * float(np.median(one.step_ms))), read_bandwidth(context.loaded.device)
     note = "; ".join(filter(None, ("weights and kept tokens, read once a step", base.note)))
     yield replace(base, metric="bytes_per_s", value=rate, unit="bytes/s", note=note)
     if best is not None:
@@ -285,7 +308,7 @@ def read_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in found.values())
 
 
-def slope(entry: Entry, medians: list[tuple[int, float]], batch: int = 1) -> list[Row]:
+def slope(method: MethodRun, medians: list[tuple[int, float]], batch: int = 1) -> list[Row]:
     """Least-squares slope of the median step over contexts, ms per 1,000 context tokens."""
     if len(medians) < 2:
         return []
@@ -294,7 +317,7 @@ def slope(entry: Entry, medians: list[tuple[int, float]], batch: int = 1) -> lis
     note = "contexts " + ", ".join(map(str, contexts))
     return [
         replace(
-            entry.row,
+            method.row,
             measure="latency",
             metric="slope_ms_per_1k",
             value=slope,

@@ -8,16 +8,14 @@ import numpy as np
 from kvbench.cache.build import build_cache
 from kvbench.cache.graph import WARM_UP, decoder_for
 from kvbench.cache.record import PrefillRecord, clock
-from kvbench.measures.context import Bench, Entry
-from kvbench.measures.settings import Latency
+from kvbench.measures.context import MethodRun, RunContext
+from kvbench.measures.latency import GENERATED, Latency
 from kvbench.measures.statistics import bounds, median_interval
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row
 
 FIXED = 16
 """Intervals of the fixed length."""
-LONGEST = FIXED + 1 + WARM_UP + 1
-"""Tokens of the fixed length, and of a capture before it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Generation:
     was asked for; 0 where nobody asked. ended: rows that came to an end by themselves within them.
     """
 
-    entry: Entry
+    method: MethodRun
     context: int
     batch: int
     kernel: str
@@ -42,7 +40,7 @@ class Generation:
     def rows(self, seed: int) -> Iterator[Row]:
         """itl_p50_ms over the fixed length; natural_itl_p50_ms, natural_tokens and natural_ms where asked for."""
         base = replace(
-            self.entry.row,
+            self.method.row,
             measure="latency",
             context=self.context,
             batch=self.batch,
@@ -75,14 +73,14 @@ def _median(base: Row, metric: str, values: np.ndarray, note: str, seed: int) ->
         )
 
 
-def generation(bench: Bench, settings: Latency, entry: Entry, record: PrefillRecord) -> Generation:
+def generation(context: RunContext, settings: Latency, method: MethodRun, record: PrefillRecord) -> Generation:
     """Generate from a cache of the record's prompts: FIXED intervals, or until all rows end, `tokens_natural` at most.
 
     A token stands when the host knows it: that is what a reader waits for, and what decides whether to go on.
     """
-    model, device, ends = bench.loaded.model, record.ids.device, set(end_tokens(bench.loaded))
+    model, device, ends = context.loaded.model, record.ids.device, set(end_tokens(context.loaded))
     natural = stop = settings.tokens_natural
-    cache = build_cache(model, entry.method, record, max_new_tokens=max(LONGEST, natural), kernel=bench.kernel)
+    cache = build_cache(model, method.method, record, max_new_tokens=max(GENERATED, natural), kernel=context.kernel)
     decoder = decoder_for(model, cache, settings.graph)
     untimed = WARM_UP + 1 if decoder.is_graph else 0
     least, at = untimed + FIXED + 1, list[float]()
@@ -99,5 +97,5 @@ def generation(bench: Bench, settings: Latency, entry: Entry, record: PrefillRec
             break
         logits = decoder.feed(token[:, None])[:, -1]
     return Generation(
-        entry, record.prompt_tokens, logits.shape[0], decoder.kernel_name, decoder.note, at, untimed, stop, ended
+        method, record.prompt_tokens, logits.shape[0], decoder.kernel_name, decoder.note, at, untimed, stop, ended
     )

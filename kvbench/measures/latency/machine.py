@@ -11,7 +11,7 @@ import torch
 
 from kvbench.cache.record import clock
 from kvbench.kernels.compile import CannotCompile, load
-from kvbench.measures.context import is_out_of_memory
+from kvbench.measures.out_of_memory import is_out_of_memory
 from kvbench.results import provenance
 
 READ_BYTES = 2**29

@@ -1,5 +1,7 @@
 """Throughput: tokens a second at the largest batch that fits, each method for itself."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,8 +12,9 @@ import torch
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.graph import WARM_UP, decoder_for
 from kvbench.cache.record import clock
-from kvbench.measures.context import Bench, Entry, give_memory_back, is_out_of_memory
-from kvbench.measures.settings import Latency
+from kvbench.measures.context import MethodRun, RunContext
+from kvbench.measures.latency import Latency
+from kvbench.measures.out_of_memory import fits_in_memory
 from kvbench.measures.statistics import bounds, median_interval
 from kvbench.results.row import Row
 
@@ -22,7 +25,7 @@ STEPS = 8
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedBatch:
     """Steps at one batch; kernel and doubt are the decoder's `kernel_name` and `note`."""
 
     batch: int
@@ -31,80 +34,81 @@ class Timed:
     doubt: str | None
 
 
-def throughput(bench: Bench, settings: Latency, context: int) -> Iterator[Row]:
-    """Row tokens_per_s a method, its batch the largest power of two that fits, with its prefill, beside the model."""
-    for entry in bench.entries:
-        if entry.method.rule.needs_ids:
+def throughput(context: RunContext, settings: Latency, prompt: int) -> Iterator[Row]:
+    """Row tokens_per_s a method at the largest batch, in powers of two, that fits beside the model with its prefill."""
+    for method in context.methods:
+        if method.method.rule.needs_ids:
             continue
-        with bench.cell(entry, "latency", context=context):
-            found: Timed | None = None
-            batch, why = 1, f"the search ends at {MOST}"
-            while batch <= MOST:
-                try:
-                    if not _has_room(bench, context, batch):
-                        why = f"{batch} would not fit into the host's memory"
-                        break
-                    found = _timed(bench, settings, entry, context, batch)
-                except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory is a RuntimeError
-                    if not is_out_of_memory(error):
-                        raise
-                    why = f"{batch} ran out of memory"
-                    break
-                finally:
-                    gc.collect()
-                batch *= 2
-            give_memory_back()
+        with context.guarded(method, "latency", context=prompt):
+            found, limit = _largest_batch(context, settings, method, prompt)
             if found is None:
-                raise torch.OutOfMemoryError(f"not even one prompt of {context} tokens fits")
-            yield from _rows(bench, entry, context, found, why)
+                raise torch.OutOfMemoryError(f"not even one prompt of {prompt} tokens fits")
+            yield from _rows(context, method, prompt, found, limit)
 
 
-def _has_room(bench: Bench, context: int, batch: int) -> bool:
+def _largest_batch(
+    context: RunContext, settings: Latency, method: MethodRun, prompt: int
+) -> tuple[TimedBatch | None, str]:
+    """The steps at the largest batch that memory holds, None where not even one fits; and what ended the search."""
+    found: list[TimedBatch] = []
+    batch = 1
+    while batch <= MOST:
+        if not _has_room(context, prompt, batch):
+            return (found[-1] if found else None), f"{batch} would not fit into the host's memory"
+        size = batch
+        if not fits_in_memory(lambda: found.append(_timed(context, settings, method, prompt, size))):  # noqa: B023
+            return (found[-1] if found else None), f"{batch} ran out of memory"
+        gc.collect()
+        batch *= 2
+    return found[-1], f"the search ends at {MOST}"
+
+
+def _has_room(context: RunContext, prompt: int, batch: int) -> bool:
     """On a CPU an allocation that is too large may end the process: three times the dense cache must be free.
 
     Once for the record, once for the cache that is built from it, and as much again for what runs beside them.
     """
-    if bench.loaded.device.type != "cpu":
+    if context.loaded.device.type != "cpu":
         return True
     import psutil  # type: ignore[import-untyped]
 
-    shape = bench.loaded
+    shape = context.loaded
     layers = shape.n_layers - shape.state_layers
-    dense = 2 * layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * context * batch
+    dense = 2 * layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * prompt * batch
     return bool(3 * dense < psutil.virtual_memory().available)
 
 
-def _timed(bench: Bench, settings: Latency, entry: Entry, context: int, batch: int) -> Timed:
-    model, device = bench.loaded.model, bench.loaded.device
-    length = context + WARM_UP + 1 + STEPS
-    starts = [i * max(0, len(bench.tokens) - length) // batch for i in range(batch)]
-    ids = torch.stack([bench.window(s, length) for s in starts]).to(device)
-    record = prefill(model, ids[:, :context], [entry.method.rule])
-    cache = build_cache(model, entry.method, record, max_new_tokens=length - context, kernel=bench.kernel)
+def _timed(context: RunContext, settings: Latency, method: MethodRun, prompt: int, batch: int) -> TimedBatch:
+    model, device = context.loaded.model, context.loaded.device
+    length = prompt + WARM_UP + 1 + STEPS
+    starts = [i * max(0, len(context.tokens) - length) // batch for i in range(batch)]
+    ids = context.windows(starts, length)
+    record = prefill(model, ids[:, :prompt], [method.method.rule])
+    cache = build_cache(model, method.method, record, max_new_tokens=length - prompt, kernel=context.kernel)
     del record
     decoder = decoder_for(model, cache, settings.graph)
     seconds = []
-    for t in range(context, length):
+    for t in range(prompt, length):
         started = clock(device)
         decoder.feed(ids[:, t : t + 1])
         seconds.append(clock(device) - started)
-    return Timed(batch, seconds[-STEPS:], decoder.kernel_name, decoder.note)
+    return TimedBatch(batch, seconds[-STEPS:], decoder.kernel_name, decoder.note)
 
 
-def _rows(bench: Bench, entry: Entry, context: int, found: Timed, why: str) -> Iterator[Row]:
+def _rows(context: RunContext, method: MethodRun, prompt: int, found: TimedBatch, why: str) -> Iterator[Row]:
     rates = [found.batch / second for second in found.seconds]
     note = "; ".join(filter(None, (f"the largest batch, in powers of two: {why}", found.doubt)))
     yield replace(
-        entry.row,
+        method.row,
         measure="latency",
         metric="tokens_per_s",
         unit="tokens/s",
-        context=context,
+        context=prompt,
         batch=found.batch,
         protocol="largest_batch",
         value=float(np.median(rates)),
         n=len(rates),
         kernel=found.kernel,
         note=note,
-        **bounds(median_interval(rates, bench.seed)),
+        **bounds(median_interval(rates, context.seed)),
     )

@@ -15,44 +15,42 @@ from kvbench.cache.decode import step
 from kvbench.cache.formula import kept_bytes
 from kvbench.cache.record import PrefillRecord
 from kvbench.errors import UserError
-from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.memory import Memory
 from kvbench.measures.memory.peak import peak
-from kvbench.measures.settings import Memory
 from kvbench.measures.subprocess_cell import can_have_children, in_fresh_process
 from kvbench.models.load import ModelSpec, load_model
 from kvbench.progress import Progress
-from kvbench.results.row import Row
+from kvbench.results.row import MEMORY_PARTS, Row
 
 WARM_UP = 256
 """Tokens of a prompt that nothing is measured on."""
 
-PARTS = ("dense", "codes", "scales", "residual", "scores", "positions", "basis", "state")
 
-
-def memory(bench: Bench, settings: Memory) -> Iterator[Finding]:
-    """One finding a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
+def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
+    """One result a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
 
     Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's; and,
     where `isolate`, in a process that nothing else has run in. A model that a device map spreads over several devices
     stays in this one: they hold its weights once.
     """
-    spread = len(set((getattr(bench.loaded.model, "hf_device_map", None) or {}).values())) > 1
-    isolate = settings.isolate and bench.spec is not None and not spread and can_have_children()
-    for context in settings.contexts:
-        with bench.progress.phase(f"memory {context}", len(bench.entries)) as advance:
-            for entry in bench.entries:
-                with bench.cell(entry, "memory", context=context):
+    spread = len(set((getattr(context.loaded.model, "hf_device_map", None) or {}).values())) > 1
+    isolate = settings.isolate and context.spec is not None and not spread and can_have_children()
+    for prompt in settings.contexts:
+        with context.progress.phase(f"memory {prompt}", len(context.methods)) as advance:
+            for method in context.methods:
+                with context.guarded(method, "memory", context=prompt):
                     measured = _apart if isolate else _measure
-                    yield Finding(measured(bench, entry, context, settings.tokens))
+                    yield Result(measured(context, method, prompt, settings.tokens))
                 advance()
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a process of its own is given instead of a bench. ids: the text that is fed."""
+    """What a process of its own is given instead of a context. ids: the text that is fed."""
 
     spec: ModelSpec
-    entry: Entry
+    method: MethodRun
     ids: list[int]
     tokens: int
     kernel: str
@@ -68,37 +66,42 @@ class Reply:
     tracebacks: list[str]
 
 
-def _apart(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
-    """`_measure` in a process of its own; its failures become the bench's."""
-    assert bench.spec is not None
+def _apart(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> list[Row]:
+    """`_measure` in a process of its own; its failures become the context's."""
+    assert context.spec is not None
     request = Request(
-        bench.spec, entry, bench.window(0, context + tokens).tolist(), tokens, bench.kernel, torch.get_num_threads()
+        context.spec,
+        method,
+        context.window(0, prompt + tokens).tolist(),
+        tokens,
+        context.kernel,
+        torch.get_num_threads(),
     )
-    with _off_the_device(bench):
+    with _off_the_device(context):
         reply = in_fresh_process(answer, request)
-    bench.failures.extend(reply.failures)
-    bench.tracebacks.extend(reply.tracebacks)
+    context.journal.failures.extend(reply.failures)
+    context.journal.tracebacks.extend(reply.tracebacks)
     return reply.rows
 
 
 def answer(request: Request) -> Reply:
     """Load the model, measure, and tell: what runs in the process of its own."""
     torch.set_num_threads(request.threads)
-    bench = Bench(
-        load_model(request.spec), [request.entry], torch.tensor(request.ids), Progress(quiet=True), request.kernel
+    context = RunContext(
+        load_model(request.spec), [request.method], torch.tensor(request.ids), Progress(quiet=True), request.kernel
     )
-    context, rows = len(request.ids) - request.tokens, list[Row]()
-    with kvbench_attention(bench.loaded.model), bench.cell(request.entry, "memory", context=context):
-        for row in _measure(bench, request.entry, context, request.tokens):
+    prompt, rows = len(request.ids) - request.tokens, list[Row]()
+    with kvbench_attention(context.loaded.model), context.guarded(request.method, "memory", context=prompt):
+        for row in _measure(context, request.method, prompt, request.tokens):
             peaks = (row.metric or "").startswith("peak_")
             rows.append(replace(row, note=f"{row.note}, in a fresh process") if peaks else row)
-    return Reply(rows, bench.failures, bench.tracebacks)
+    return Reply(rows, context.journal.failures, context.journal.tracebacks)
 
 
 @contextmanager
-def _off_the_device(bench: Bench) -> Iterator[None]:
+def _off_the_device(context: RunContext) -> Iterator[None]:
     """A GPU need not hold the weights twice: this process's wait in the host's memory."""
-    model, device = bench.loaded.model, bench.loaded.device
+    model, device = context.loaded.model, context.loaded.device
     if device.type != "cuda":
         yield
         return
@@ -110,20 +113,20 @@ def _off_the_device(bench: Bench) -> Iterator[None]:
         model.to(device)
 
 
-def _measure(bench: Bench, entry: Entry, context: int, tokens: int) -> list[Row]:
-    model, device = bench.loaded.model, bench.loaded.device
-    ids = bench.window(0, context + tokens).unsqueeze(0).to(device)
-    _warm_up(bench, entry, ids[:, : min(WARM_UP, context) + 1])
+def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> list[Row]:
+    model, device = context.loaded.model, context.loaded.device
+    ids = context.window(0, prompt + tokens).unsqueeze(0).to(device)
+    _warm_up(context, method, ids[:, : min(WARM_UP, prompt) + 1])
     with peak(device) as prefill_peak:
-        record = prefill(model, ids[:, :context], [entry.method.rule])
-        cache = build_cache(model, entry.method, record, max_new_tokens=tokens, kernel=bench.kernel)
-    sizes = Sizes.of(record, context + tokens)
-    formula = kept_bytes(model, entry.method, record)
+        record = prefill(model, ids[:, :prompt], [method.method.rule])
+        cache = build_cache(model, method.method, record, max_new_tokens=tokens, kernel=context.kernel)
+    sizes = Sizes.of(record, prompt + tokens)
+    formula = kept_bytes(model, method.method, record)
     del record
     with peak(device) as decode_peak:
         for t in range(tokens):
-            step(model, ids[:, context + t : context + t + 1], cache)
-    base = replace(entry.row, measure="memory", context=context, batch=1, n=1, protocol="prefill_decode")
+            step(model, ids[:, prompt + t : prompt + t + 1], cache)
+    base = replace(method.row, measure="memory", context=prompt, batch=1, n=1, protocol="prefill_decode")
     held = held_bytes(cache.buffers())
     rows = _held_rows(base, cache, held, sizes)
     if isinstance(cache, KVCache):
@@ -160,12 +163,12 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
         )
 
 
-def _warm_up(bench: Bench, entry: Entry, ids: Tensor) -> None:
+def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
     """What the first call of anything allocates for good must not count as the first method's."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
-        record = prefill(bench.loaded.model, ids[:, :-1], [entry.method.rule])
-        cache = build_cache(bench.loaded.model, entry.method, record, max_new_tokens=1, kernel=bench.kernel)
-        step(bench.loaded.model, ids[:, -1:], cache)
+        record = prefill(context.loaded.model, ids[:, :-1], [method.method.rule])
+        cache = build_cache(context.loaded.model, method.method, record, max_new_tokens=1, kernel=context.kernel)
+        step(context.loaded.model, ids[:, -1:], cache)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
         ("held_bytes", held.held, "bytes"),
         ("slack_bytes", held.slack, "bytes"),
         ("dense_bytes", dense, "bytes"),
-        *((f"held_bytes.{part}", held.parts[part], "bytes") for part in PARTS if part in held.parts),
+        *((f"held_bytes.{part}", held.parts[part], "bytes") for part in MEMORY_PARTS if part in held.parts),
         ("engaged", float(cache.has_compressed), "share"),
         ("kept_tokens", cache.kept_tokens, "tokens"),
         ("positions_processed", cache.positions_processed, "positions"),

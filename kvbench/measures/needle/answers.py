@@ -13,46 +13,46 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import generate
-from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
+from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import BLIND, Answer, Answers, above_full, engagement, mean_over, spoken
-from kvbench.measures.settings import Needle
+from kvbench.measures.question_rows import Answer, Answers, above_full, engagement, mean_over, spoken
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.models.load import end_tokens
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 from kvbench.texts.needle_tasks import is_hit, recall
 from kvbench.texts.prompts import Prompt, make_prompts, template_of
 
 
-def needle(bench: Bench, settings: Needle) -> Iterator[Finding]:
-    """One finding a length, with rows a method, task and time of the question: hits and hit_rate at each depth and
+def ask_needles(context: RunContext, settings: Needle) -> Iterator[Result]:
+    """One result a length, with rows a method, task and time of the question: hits and hit_rate at each depth and
     over all, hit_rate_minus_full, engaged, kept_tokens."""
     for length in settings.lengths:
-        prompts = bench.prompts.get(length) or make_prompts(
-            bench.loaded.tokenizer, bench.tokens, bench.seed, settings, length, bench.bos
+        prompts = context.prepared.get("needle", {}).get(length) or make_prompts(
+            context.loaded.tokenizer, context.tokens, context.seed, settings, length, context.bos
         )
-        answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
-        work = len(prompts) * len(bench.entries) * len(settings.question)
-        with bench.progress.phase(f"needle {length}", work) as advance:
+        answers: Answers = {(method.label, when): {} for method in context.methods for when in settings.question}
+        work = len(prompts) * len(context.methods) * len(settings.question)
+        with context.progress.phase(f"needle {length}", work) as advance:
             for when in settings.question:
                 for batch in _batches(prompts, settings.batch):
-                    _ask(bench, when, length, [prompts[i] for i in batch], batch, answers)
-                    advance(len(batch) * len(bench.entries))
-        done = bench.alive("needle", context=length)
+                    _ask(context, when, length, [prompts[i] for i in batch], batch, answers)
+                    advance(len(batch) * len(context.methods))
+        done = context.remaining("needle", context=length)
         rows = [
             row
-            for entry in done
+            for method in done
             for task in settings.tasks
             for when in settings.question
-            for row in _rows(bench, entry, settings, when, task, length, prompts, answers)
+            for row in _rows(context, method, settings, when, task, length, prompts, answers)
         ]
         samples = [
-            _sample(bench, done, i, prompt, when, answers)
+            _sample(context, done, i, prompt, when, answers)
             for when in settings.question
             for i, prompt in enumerate(prompts)
         ]
-        yield Finding(rows, samples)
+        yield Result(rows, samples)
 
 
 def _batches(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
@@ -65,27 +65,29 @@ def _batches(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
             yield indices[start : start + size]
 
 
-def _ask(bench: Bench, when: str, length: int, prompts: list[Prompt], indices: list[int], answers: Answers) -> None:
-    device, model = bench.loaded.device, bench.loaded.model
-    context = torch.tensor([prompt.ids for prompt in prompts], device=device)
+def _ask(
+    context: RunContext, when: str, length: int, prompts: list[Prompt], indices: list[int], answers: Answers
+) -> None:
+    device, model = context.loaded.device, context.loaded.model
+    ids = torch.tensor([prompt.ids for prompt in prompts], device=device)
     question = torch.tensor([prompt.question for prompt in prompts], device=device)
     if when == "before":
-        context = torch.cat([context, question], dim=1)
+        ids = torch.cat([ids, question], dim=1)
     asked = question if when == "after" else None
     fed = 0 if asked is None else question.shape[1]
 
-    ends = end_tokens(bench.loaded)
+    ends = end_tokens(context.loaded)
 
-    def answer(entry: Entry, cache: AnyCache) -> None:
+    def answer(method: MethodRun, cache: AnyCache) -> None:
         engaged = cache.has_compressed
         # Past the natural end too: what a cache holds afterwards must not depend on what it shares a batch with.
         tokens = generate(model, asked, cache, prompts[0].answer_tokens)
         for i, prompt, row in zip(indices, prompts, tokens.tolist(), strict=True):
-            text = spoken(bench.loaded.tokenizer, row, ends)
-            answers[entry.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
-        bench.note_kept(entry, cache, indices, "needle", context=length, question=when)
+            text = spoken(context.loaded.tokenizer, row, ends)
+            answers[method.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
+        context.save_kept_tokens(method, cache, indices, "needle", context=length, question=when)
 
-    each_cache(bench, context, answer, fed + prompts[0].answer_tokens, max(1, fed), "needle", context=length)
+    each_cache(context, ids, answer, fed + prompts[0].answer_tokens, max(1, fed), "needle", context=length)
 
 
 def score(prompt: Prompt, answer: str) -> float:
@@ -96,8 +98,8 @@ def score(prompt: Prompt, answer: str) -> float:
 
 
 def _rows(
-    bench: Bench,
-    entry: Entry,
+    context: RunContext,
+    method: MethodRun,
     settings: Needle,
     when: str,
     task: str,
@@ -105,11 +107,11 @@ def _rows(
     prompts: list[Prompt],
     answers: Answers,
 ) -> Iterator[Row]:
-    mine, full = answers[entry.label, when], answers[bench.baseline.label, when]
+    mine, full = answers[method.label, when], answers[context.baseline.label, when]
     of_task = [i for i, prompt in enumerate(prompts) if prompt.task.name == task]
-    template = template_of(bench.loaded.tokenizer, settings.template).sha256
+    template = template_of(context.loaded.tokenizer, settings.template).sha256
     base = replace(
-        entry.row,
+        method.row,
         measure="needle",
         question=when,
         context=length,
@@ -124,14 +126,14 @@ def _rows(
     for depth, cell in [*groups, (None, of_task)]:
         scores, n = [mine[i].score for i in cell], len(cell)
         paired = all(i in full for i in cell)
-        blind = paired and not any(full[i].score for i in cell)
-        notes = [note for note in (blind and BLIND, said) if note]
-        here = replace(base, depth=depth, n=n, note="; ".join(notes) or None)
-        yield replace(here, metric="hit_rate", unit="share", **_rate(scores, bench.seed))
+        here = replace(base, depth=depth, n=n, note=said)
+        if paired and not any(full[i].score for i in cell):
+            here = with_flags(here, "uninformative")
+        yield replace(here, metric="hit_rate", unit="share", **_rate(scores, context.seed))
         yield replace(here, metric="hits", value=sum(scores), unit="hits")
-        if paired and not entry.is_baseline:
+        if paired and not method.is_baseline:
             theirs = [full[i].score for i in cell]
-            yield above_full(replace(here, metric="hit_rate_minus_full"), scores, theirs, bench.seed)
+            yield above_full(replace(here, metric="hit_rate_minus_full"), scores, theirs, context.seed)
     of_all = replace(base, n=len(of_task), note=said)
     yield from engagement(of_all, [mine[i] for i in of_task])
 
@@ -144,9 +146,9 @@ def _rate(scores: list[float], seed: int) -> dict[str, Any]:
 
 
 def _sample(
-    bench: Bench, entries: Sequence[Entry], i: int, prompt: Prompt, when: str, answers: Answers
+    context: RunContext, methods: Sequence[MethodRun], i: int, prompt: Prompt, when: str, answers: Answers
 ) -> dict[str, Any]:
-    text = bench.loaded.tokenizer.decode(prompt.ids + prompt.question)
+    text = context.loaded.tokenizer.decode(prompt.ids + prompt.question)
     sample: dict[str, Any] = {
         "measure": "needle",
         "task": prompt.task.name,
@@ -159,15 +161,15 @@ def _sample(
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "methods": [
             {
-                "method": entry.row.method,
-                "store": entry.row.store,
-                "knobs": entry.knobs,
-                "answer": answers[entry.label, when][i].text,
-                "hit": answers[entry.label, when][i].score,
+                "method": method.row.method,
+                "store": method.row.store,
+                "knobs": method.knobs,
+                "answer": answers[method.label, when][i].text,
+                "hit": answers[method.label, when][i].score,
             }
-            for entry in entries
+            for method in methods
         ],
     }
-    if bench.save_tokens:
+    if context.save_tokens:
         sample["ids"], sample["question_ids"] = prompt.ids, prompt.question
     return sample

@@ -17,9 +17,8 @@ from kvbench.cache.decode import step
 from kvbench.cache.paged import PagedStore
 from kvbench.cache.prefix import PrefixPool, blocks_needed, slots_of
 from kvbench.cache.store import SlotShape, Store
-from kvbench.errors import UserError
-from kvbench.measures.context import Bench, Entry, Finding
-from kvbench.measures.settings import Paging
+from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.paging import Paging
 from kvbench.results.row import Row
 
 NOTE = "paging is memory management, not compression: tokens are held as they were"
@@ -36,46 +35,37 @@ class Served:
     logits: Tensor
 
 
-def check_paging(method: Method) -> None:
-    """Raise UserError for a method that does not keep every token."""
-    if method.rule.budget is not None or method.rule.needs_ids:
-        raise UserError(
-            f"measure=paging compares memory where every token stays, and method={method.name} gives some "
-            "up; leave it out, or type method=full store=paged"
-        )
-
-
-def paging(bench: Bench, settings: Paging) -> Iterator[Finding]:
-    """One finding a method: contiguous_bytes and its waste; for pages paged_bytes, its waste, and with shared prefixes
+def measure_pages(context: RunContext, settings: Paging) -> Iterator[Result]:
+    """One result a method: contiguous_bytes and its waste; for pages paged_bytes, its waste, and with shared prefixes
     shared_bytes, saved_bytes, positions_processed and positions_saved."""
-    context = settings.prefix + max(settings.own)
-    with bench.progress.phase(f"paging {context}", len(bench.entries)) as advance:
-        for entry in bench.entries:
-            with bench.cell(entry, "paging", context=context):
+    prompt = settings.prefix + max(settings.own)
+    with context.progress.phase(f"paging {prompt}", len(context.methods)) as advance:
+        for method in context.methods:
+            with context.guarded(method, "paging", context=prompt):
                 base = replace(
-                    entry.row,
+                    method.row,
                     measure="paging",
-                    context=context,
+                    context=prompt,
                     batch=len(settings.own),
                     n=1,
                     protocol=f"{settings.prefix} tokens in common",
                     note=NOTE,
                 )
-                yield Finding(list(_rows(bench, entry, settings, base)))
+                yield Result(list(_rows(context, method, settings, base)))
             advance()
 
 
-def _rows(bench: Bench, entry: Entry, settings: Paging, base: Row) -> Iterator[Row]:
-    store = entry.method.store
+def _rows(context: RunContext, method: MethodRun, settings: Paging, base: Row) -> Iterator[Row]:
+    store = method.method.store
     found: list[tuple[str, float, str]] = []
     lengths = [settings.prefix + own + settings.tokens for own in settings.own]
-    contiguous = contiguous_bytes(bench, store.inner if isinstance(store, PagedStore) else store, lengths)
+    contiguous = contiguous_bytes(context, store.inner if isinstance(store, PagedStore) else store, lengths)
     found += [
         ("contiguous_bytes", contiguous, "bytes"),
         ("contiguous_waste_bytes", contiguous * (1 - sum(lengths) / (max(lengths) * len(lengths))), "bytes"),
     ]
     if isinstance(store, PagedStore):
-        alone, together = (serve(bench, entry.method, settings, share) for share in (False, True))
+        alone, together = (serve(context, method.method, settings, share) for share in (False, True))
         found += [
             ("paged_bytes", alone.held, "bytes"),
             ("paged_waste_bytes", alone.waste, "bytes"),
@@ -89,9 +79,9 @@ def _rows(bench: Bench, entry: Entry, settings: Paging, base: Row) -> Iterator[R
         yield replace(base, metric=metric, value=float(value), unit=unit)
 
 
-def contiguous_bytes(bench: Bench, store: Store, lengths: list[int]) -> int:
+def contiguous_bytes(context: RunContext, store: Store, lengths: list[int]) -> int:
     """Bytes of one batch for all requests, with room for the longest in every row: allocated a layer at a time."""
-    record = prefill(bench.loaded.model, bench.tokens[:1].unsqueeze(0).to(bench.loaded.device))
+    record = prefill(context.loaded.model, context.tokens[:1].unsqueeze(0).to(context.loaded.device))
     total = 0
     for layer in record.layers:
         shape = SlotShape(
@@ -109,11 +99,11 @@ def contiguous_bytes(bench: Bench, store: Store, lengths: list[int]) -> int:
 
 
 @torch.inference_mode()
-def serve(bench: Bench, method: Method, settings: Paging, share: bool) -> Served:
+def serve(context: RunContext, method: Method, settings: Paging, share: bool) -> Served:
     """Admit every request, decode all in turns, and look at the pool then."""
-    loaded, prompts, tokens = bench.loaded, *requests(bench, settings)
+    loaded, prompts, tokens = context.loaded, *requests(context, settings)
     pool = PrefixPool(
-        loaded.model, method, blocks_needed(prompts, settings.tokens, share), loaded.revision, share, bench.kernel
+        loaded.model, method, blocks_needed(prompts, settings.tokens, share), loaded.revision, share, context.kernel
     )
     caches = [pool.admit(loaded.model, method, ids, settings.tokens, loaded.revision) for ids in prompts]
     logits = [[cache.last_logits] for cache in caches]
@@ -130,12 +120,12 @@ def serve(bench: Bench, method: Method, settings: Paging, share: bool) -> Served
     )
 
 
-def requests(bench: Bench, settings: Paging) -> tuple[list[Tensor], Tensor]:
+def requests(context: RunContext, settings: Paging) -> tuple[list[Tensor], Tensor]:
     """Prompts [1, T], the same in their first tokens, and what follows each: int64 [n, tokens].
 
     Behind the prefix request i goes on i + 1 tokens further on in the text.
     """
-    device, text = bench.loaded.device, bench.tokens
+    device, text = context.loaded.device, context.tokens
     prompts, following = [], []
     for i, own in enumerate(settings.own):
         start = settings.prefix + i + 1

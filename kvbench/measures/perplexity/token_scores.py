@@ -11,7 +11,7 @@ from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import AnyCache, PrefixCache
 from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
-from kvbench.measures.context import Bench, Entry
+from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
 """What needs the full cache's prediction of the same token."""
@@ -44,9 +44,9 @@ class Scorer:
     targets: [B, T], what follows the cache's prompt. step: tokens in one forward.
     """
 
-    def __init__(self, bench: Bench, entry: Entry, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
-        self.entry, self.cache, self.targets, self.done = entry, cache, targets, 0
-        self.predictions = predictions(bench, cache, targets, step)
+    def __init__(self, context: RunContext, method: MethodRun, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
+        self.method, self.cache, self.targets, self.done = method, cache, targets, 0
+        self.predictions = predictions(context, cache, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
 
     @torch.inference_mode()
@@ -58,7 +58,7 @@ class Scorer:
         """
         for t, (logits, engaged) in enumerate(islice(self.predictions, count)):
             log_p = logits.to(torch.float32).log_softmax(-1)
-            if self.entry.is_baseline:
+            if self.method.is_baseline:
                 full.append(log_p)
             target = self.targets[:, self.done : self.done + 1]
             values = {"nll": -log_p.double().gather(-1, target).squeeze(-1)}
@@ -79,12 +79,12 @@ class Scorer:
         scores.processed.append(self.cache.positions_processed)
 
 
-def predictions(bench: Bench, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
+def predictions(context: RunContext, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
     """Logits [B, V] for each target in turn, and whether they were made after something had been compressed.
 
     Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
     """
-    model = bench.loaded.model
+    model = context.loaded.model
     if isinstance(cache, PrefixCache):
         # One forward over everything scores all targets; timing recompute is the latency measure's business.
         ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)

@@ -16,16 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.build import Method, build_cache, prefill
+from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import EXACT_ANGLES
-from kvbench.errors import UserError
-from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
+from kvbench.measures.perplexity import Perplexity, check_stream
 from kvbench.measures.perplexity.token_scores import COMPARED, Scorer, Scores
-from kvbench.measures.settings import Perplexity
 from kvbench.measures.statistics import (
+    ENOUGH_WINDOWS,
     WORSE,
     bounds,
     mean_interval,
@@ -35,76 +35,48 @@ from kvbench.measures.statistics import (
     worst_decile,
     worst_decile_interval,
 )
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 
 PIECE = 64
-"""Tokens of a stream that one method scores before the next one's turn: the full cache's predictions of them wait."""
+"""Tokens of a stream that one method scores before the next method does; the full cache's predictions of them wait."""
 UNITS = {"nll": "nats", "kl": "nats", "kl_reverse": "nats", "top1": "share", "top5": "share", "nll_minus_full": "nats"}
 
 
-def perplexity(bench: Bench, settings: Perplexity) -> Iterator[Finding]:
-    """One finding, a method: rows ppl, nll, kl, kl_reverse, top1, top5, nll_minus_full with its worst decile and share
-    of worse samples, nll_at and kl_at by position, held_bytes (of a batch), engaged, kept_tokens."""
-    offsets = window_offsets(len(bench.tokens), settings)
-    scores = {entry.label: Scores() for entry in bench.entries}
+def score_windows(context: RunContext, settings: Perplexity) -> Iterator[Result]:
+    """One result with the rows of each method.
+
+    ppl, nll, kl, kl_reverse, top1, top5; nll_minus_full with its worst decile and the share of worse samples; nll_at
+    and kl_at by position; held_bytes (of a batch), engaged, kept_tokens, positions_processed.
+    """
+    offsets = settings.offsets(len(context.tokens))
+    scores = {method.label: Scores() for method in context.methods}
     run = _stream if settings.protocol == "stream" else _after_prompt
-    with bench.progress.phase("perplexity", settings.tokens * len(bench.entries) * len(offsets)) as advance:
+    with context.progress.phase("perplexity", settings.tokens * len(context.methods) * len(offsets)) as advance:
         for start in range(0, len(offsets), settings.batch):
             some = offsets[start : start + settings.batch]
-            ids = torch.stack([bench.window(o, settings.longest) for o in some]).to(bench.loaded.device)
-            run(bench, settings, ids, scores, advance)
-    done = bench.alive("perplexity")
-    rows = [row for entry in done for row in _rows(entry, scores, bench, settings)]
-    yield Finding(rows, _samples(done, scores, offsets, bench, settings))
-
-
-def window_offsets(tokens: int, settings: Perplexity) -> list[int]:
-    """First token of each window: evenly spread over the text, never overlapping where the text is long enough."""
-    if settings.windows == 1:
-        return [0]
-    stride = (tokens - settings.longest) / (settings.windows - 1)
-    return [int(i * stride) for i in range(settings.windows)]
-
-
-def check_stream(method: Method) -> None:
-    """Raise UserError for a method that needs a prompt, where a stream has none."""
-    rule, leave = method.rule, "leave it out, or type perplexity.protocol=prefill_decode"
-    if rule.needs_ids:
-        raise UserError(f"method={method.name} runs the whole prefix at every step, too much for a stream; {leave}")
-    if method.store.fits_prompt:
-        raise UserError(
-            f"{type(method.store).__name__} fixes its scale by the prompt and a stream has none: all would "
-            f"be cut off at what its first token needs; {leave}"
-        )
-    if isinstance(rule.budget, float):
-        raise UserError(f"budget={rule.budget} is a share of the prompt and a stream has none; type budget=256")
-    if rule.budget is not None and not rule.holds_budget:
-        raise UserError(
-            f"method={method.name} with decode=append cuts the prompt only and a stream has none; "
-            f"type decode=evict, or {leave}"
-        )
-    if rule.ragged_heads:
-        raise UserError(f"method={method.name} settles the shares of heads by a prompt and a stream has none; {leave}")
-    if rule.observations() and not rule.reads_attention:
-        raise UserError(f"method={method.name} decides by what it observes of a prompt and a stream has none; {leave}")
+            ids = context.windows(some, settings.longest)
+            run(context, settings, ids, scores, advance)
+    done = context.remaining("perplexity")
+    rows = [row for method in done for row in _rows(method, scores, context, settings)]
+    yield Result(rows, _samples(done, scores, offsets, context, settings))
 
 
 def _after_prompt(
-    bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, Scores], advance: Callable[[int], None]
+    context: RunContext, settings: Perplexity, ids: Tensor, scores: dict[str, Scores], advance: Callable[[int], None]
 ) -> None:
     """Each method in turn: its cache of the prompt, then all scored tokens."""
     full: list[Tensor] = []
 
-    def score(entry: Entry, cache: AnyCache) -> None:
-        scorer = Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step)
+    def score(method: MethodRun, cache: AnyCache) -> None:
+        scorer = Scorer(context, method, cache, ids[:, settings.prompt :], settings.step)
         mine: list[Tensor] = []
-        scorer.score(settings.tokens, mine if entry.is_baseline else full)
-        _close(bench, settings, scorer, scores[entry.label])
+        scorer.score(settings.tokens, mine if method.is_baseline else full)
+        _close(context, settings, scorer, scores[method.label])
         full.extend(mine)
         advance(settings.tokens * len(ids))
 
     each_cache(
-        bench,
+        context,
         ids[:, : settings.context],
         score,
         settings.tokens,
@@ -115,74 +87,76 @@ def _after_prompt(
 
 
 def _stream(
-    bench: Bench, settings: Perplexity, ids: Tensor, scores: dict[str, Scores], advance: Callable[[int], None]
+    context: RunContext, settings: Perplexity, ids: Tensor, scores: dict[str, Scores], advance: Callable[[int], None]
 ) -> None:
     """All methods piece by piece, so that nothing grows with the length but what a method keeps.
 
     A cache of one token, which attends to nothing but itself, is what decoding from an empty cache has after one step.
     """
-    entries = bench.alive("perplexity")
+    methods = context.remaining("perplexity")
     record: PrefillRecord | None = None
-    with bench.shared(entries, "perplexity", context=0):
-        record = prefill(bench.loaded.model, ids[:, :1], [entry.method.rule for entry in entries])
+    with context.guarded(methods, "perplexity", context=0):
+        record = prefill(context.loaded.model, ids[:, :1], [method.method.rule for method in methods])
     scorers: list[Scorer] = []
-    for entry in entries if record is not None else []:
-        with bench.cell(entry, "perplexity", context=0):
-            check_stream(entry.method)
+    for method in methods if record is not None else []:
+        with context.guarded(method, "perplexity", context=0):
+            check_stream(method.method)
             cache = build_cache(
-                bench.loaded.model,
-                entry.method,
+                context.loaded.model,
+                method.method,
                 record,
                 max_new_tokens=settings.tokens,
                 max_step=min(settings.step, settings.tokens),
-                kernel=bench.kernel,
+                kernel=context.kernel,
             )
-            scorers.append(Scorer(bench, entry, cache, ids[:, settings.prompt :], settings.step))
+            scorers.append(Scorer(context, method, cache, ids[:, settings.prompt :], settings.step))
     for start in range(0, settings.tokens, PIECE):
         count = min(PIECE, settings.tokens - start)
         full: list[Tensor] = []
         for scorer in list(scorers):
-            with bench.cell(scorer.entry, "perplexity", context=0):
+            with context.guarded(scorer.method, "perplexity", context=0):
                 scorer.score(count, full)
-            if bench.failed(scorer.entry, "perplexity"):
+            if context.has_failed(scorer.method, "perplexity"):
                 scorers.remove(scorer)
-                if scorer.entry.is_baseline:
+                if scorer.method.is_baseline:
                     full.clear()
             advance(count * len(ids))
     for scorer in scorers:
-        _close(bench, settings, scorer, scores[scorer.entry.label])
+        _close(context, settings, scorer, scores[scorer.method.label])
 
 
-def _close(bench: Bench, settings: Perplexity, scorer: Scorer, scores: Scores) -> None:
+def _close(context: RunContext, settings: Perplexity, scorer: Scorer, scores: Scores) -> None:
     first = len(scores.kept) * settings.batch
     windows = range(first, first + len(scorer.targets))
-    context = 0 if settings.protocol == "stream" else settings.context
-    bench.note_kept(scorer.entry, scorer.cache, windows, "perplexity", protocol=settings.name, context=context)
+    prompt = 0 if settings.protocol == "stream" else settings.context
+    where = {"protocol": settings.protocol_name, "context": prompt}
+    context.save_kept_tokens(scorer.method, scorer.cache, windows, "perplexity", **where)
     scorer.close(scores)
 
 
-def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perplexity) -> Iterator[Row]:
-    mine, full = scores[entry.label], scores.get(bench.baseline.label)
+def _rows(method: MethodRun, scores: dict[str, Scores], context: RunContext, settings: Perplexity) -> Iterator[Row]:
+    mine, full = scores[method.label], scores.get(context.baseline.label)
     columns = {name: mine.of(name) for name in ("nll", *COMPARED)}
     nll, reference = columns["nll"], None if full is None or "nll" not in full.columns else full.of("nll")
     assert nll is not None
     if reference is not None and reference.shape == nll.shape:
         columns["nll_minus_full"] = nll - reference
     base = replace(
-        entry.row,
+        method.row,
         measure="perplexity",
-        protocol=settings.name,
+        protocol=settings.protocol_name,
         n=nll.numel(),
         context=0 if settings.protocol == "stream" else settings.context,
         batch=min(settings.batch, settings.windows),
-        stride=_stride(len(bench.tokens), settings),
-        note=_note(entry, mine, bench, settings),
+        stride=_stride(len(context.tokens), settings),
+        note=_note(method, mine, context, settings),
     )
+    base = with_flags(base, *_flags(context, settings))
     for metric, values in columns.items():
         if values is not None:
-            yield from _mean_rows(base, metric, values, bench.seed)
+            yield from _mean_rows(base, metric, values, context.seed)
             if metric in ("nll", "kl") and settings.buckets > 1:
-                yield from _position_rows(base, metric, values, settings, bench.seed)
+                yield from _position_rows(base, metric, values, settings, context.seed)
     for metric, value, unit in (
         ("engaged", float(torch.cat(mine.columns["engaged"]).mean()), "share"),
         ("held_bytes", mine.held[0], "bytes"),
@@ -192,22 +166,33 @@ def _rows(entry: Entry, scores: dict[str, Scores], bench: Bench, settings: Perpl
         yield replace(base, metric=metric, value=value, unit=unit)
 
 
-def _note(entry: Entry, mine: Scores, bench: Bench, settings: Perplexity) -> str:
+def _note(method: MethodRun, mine: Scores, context: RunContext, settings: Perplexity) -> str:
     prompt = "an empty cache" if settings.protocol == "stream" else str(settings.context)
-    begun = "no BOS added" if bench.bos is None else "the first is BOS"
+    begun = "no BOS added" if context.bos is None else "the first is BOS"
     parts = [f"{settings.windows} windows of {prompt} + {settings.tokens} tokens, {begun}"]
     if settings.protocol == "chunked":
         parts.append(f"approximate: blocks of {settings.chunk} tokens, evicted and quantised after each block only")
-    if entry.method.rule.sinks_in_place > 0 and settings.longest - mine.kept[0] > EXACT_ANGLES:
-        parts.append(f"float32 angles beyond {EXACT_ANGLES} evicted tokens")
-    limit = bench.loaded.max_positions
-    if limit is not None and settings.longest > limit:
-        parts.append(f"beyond the model's {limit} positions")
+    if method.method.rule.sinks_in_place > 0 and settings.longest - mine.kept[0] > EXACT_ANGLES:
+        parts.append(f"rotary angles in float32 lose precision beyond {EXACT_ANGLES} evicted tokens")
+    if _exceeds_positions(context, settings):
+        parts.append(f"beyond the model's {context.loaded.max_positions} positions")
     return "; ".join(parts)
 
 
+def _flags(context: RunContext, settings: Perplexity) -> Iterator[str]:
+    if settings.windows < ENOUGH_WINDOWS:
+        yield "few_windows"
+    if _exceeds_positions(context, settings):
+        yield "beyond_positions"
+
+
+def _exceeds_positions(context: RunContext, settings: Perplexity) -> bool:
+    limit = context.loaded.max_positions
+    return limit is not None and settings.longest > limit
+
+
 def _stride(tokens: int, settings: Perplexity) -> int | None:
-    offsets = window_offsets(tokens, settings)
+    offsets = settings.offsets(tokens)
     return offsets[1] - offsets[0] if len(offsets) > 1 else None
 
 
@@ -218,17 +203,13 @@ def _mean_rows(base: Row, metric: str, values: Tensor, seed: int) -> Iterator[Ro
     if UNITS[metric] == "share" and mean in (0, 1):  # nothing to draw, and no certainty
         interval = wilson(round(mean * values.numel()), values.numel())
     here = replace(base, note=f"{base.note}; {units.text}")
+    if not math.isfinite(mean):
+        here = with_flags(here, "not_finite")
     if metric == "nll":
         yield replace(here, metric="ppl", value=exp(mean), unit="", **bounds(interval, exp))
-    better = metric == "nll_minus_full" and interval is not None and interval[1] < 0
-    yield replace(
-        here,
-        metric=metric,
-        value=mean,
-        unit=UNITS[metric],
-        **bounds(interval),
-        note=f"better than full beyond the interval; {here.note}" if better else here.note,
-    )
+    if metric == "nll_minus_full" and interval is not None and interval[1] < 0:
+        here = with_flags(here, "better_than_full")
+    yield replace(here, metric=metric, value=mean, unit=UNITS[metric], **bounds(interval))
     if metric != "nll_minus_full":
         return
     sample = "window" if units.of_windows else f"block of {units.length} scored tokens"
@@ -276,14 +257,14 @@ def exp(nats: float) -> float:
 
 
 def _samples(
-    entries: list[Entry], scores: dict[str, Scores], offsets: list[int], bench: Bench, settings: Perplexity
+    methods: list[MethodRun], scores: dict[str, Scores], offsets: list[int], context: RunContext, settings: Perplexity
 ) -> list[dict[str, object]]:
     samples = []
     for w, offset in enumerate(offsets):
-        ids = bench.window(offset, settings.longest).tolist()
+        ids = context.window(offset, settings.longest).tolist()
         sample: dict[str, object] = {
             "measure": "perplexity",
-            "protocol": settings.name,
+            "protocol": settings.protocol_name,
             "window": w,
             "offset": offset,
             "context": settings.longest - settings.tokens,
@@ -291,15 +272,15 @@ def _samples(
             "sha256": token_hash(ids),
             "methods": [
                 {
-                    "method": entry.row.method,
-                    "store": entry.row.store,
-                    "knobs": entry.knobs,
-                    **{name: scores[entry.label].of_window(name, w) for name in ("nll", *COMPARED)},
+                    "method": method.row.method,
+                    "store": method.row.store,
+                    "knobs": method.knobs,
+                    **{name: scores[method.label].of_window(name, w) for name in ("nll", *COMPARED)},
                 }
-                for entry in entries
+                for method in methods
             ],
         }
-        if bench.save_tokens:
+        if context.save_tokens:
             sample["ids"] = ids
         samples.append(sample)
     return samples

@@ -13,44 +13,44 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import generate
-from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import BLIND, Answer, Answers, above_full, engagement, mean_over, spoken
-from kvbench.measures.settings import Tasks
+from kvbench.measures.question_rows import Answer, Answers, above_full, engagement, mean_over, spoken
+from kvbench.measures.tasks import Tasks
 from kvbench.models.load import end_tokens
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 from kvbench.texts.answer_metrics import WITHOUT_CHAT
 from kvbench.texts.prompts import Template, template_of
 from kvbench.texts.task_sets import SCORES, Sample, encode, load_samples
 
 
-def tasks(bench: Bench, settings: Tasks) -> Iterator[Finding]:
-    """One finding a task: rows score, score_minus_full, engaged, kept_tokens a method and time of the question."""
+def answer_tasks(context: RunContext, settings: Tasks) -> Iterator[Result]:
+    """One result a task: rows score, score_minus_full, engaged, kept_tokens a method and time of the question."""
     for name in settings.names:
-        samples = bench.samples.get(name) or load_samples(settings, name)
+        samples = context.prepared.get("tasks", {}).get(name) or load_samples(settings, name)
         kind = "base" if name in WITHOUT_CHAT else settings.template
-        template = template_of(bench.loaded.tokenizer, kind)
-        answers: Answers = {(entry.label, when): {} for entry in bench.entries for when in settings.question}
-        bos = bench.bos if kind == "base" else None  # a chat template brings its own
-        prompts = [encode(bench.loaded.tokenizer, sample, settings.longest, template, bos) for sample in samples]
-        work = len(samples) * len(settings.question) * len(bench.entries)
-        with bench.progress.phase(f"{settings.set} {name}", work) as advance:
+        template = template_of(context.loaded.tokenizer, kind)
+        answers: Answers = {(method.label, when): {} for method in context.methods for when in settings.question}
+        bos = context.bos if kind == "base" else None  # a chat template brings its own
+        prompts = [encode(context.loaded.tokenizer, sample, settings.longest, template, bos) for sample in samples]
+        work = len(samples) * len(settings.question) * len(context.methods)
+        with context.progress.phase(f"{settings.set} {name}", work) as advance:
             for when in settings.question:
-                for i, (sample, (context, question)) in enumerate(zip(samples, prompts, strict=True)):
-                    _ask(bench, settings, name, when, i, sample, context, question, answers)
-                    advance(len(bench.entries))
-        done = bench.alive("tasks", **place(settings, name))
+                for i, (sample, (ids, question)) in enumerate(zip(samples, prompts, strict=True)):
+                    _ask(context, settings, name, when, i, sample, ids, question, answers)
+                    advance(len(context.methods))
+        done = context.remaining("tasks", **place(settings, name))
         rows = [
             row
-            for entry in done
+            for method in done
             for when in settings.question
-            for row in _rows(bench, entry, settings, name, when, template, answers)
+            for row in _rows(context, method, settings, name, when, template, answers)
         ]
-        yield Finding(
+        yield Result(
             rows,
             [
-                _record(bench, done, settings, name, when, i, sample, prompts[i], answers)
+                _record(context, done, settings, name, when, i, sample, prompts[i], answers)
                 for when in settings.question
                 for i, sample in enumerate(samples)
             ],
@@ -63,37 +63,37 @@ def place(settings: Tasks, name: str) -> dict[str, Any]:
 
 
 def _ask(
-    bench: Bench,
+    context: RunContext,
     settings: Tasks,
     name: str,
     when: str,
     i: int,
     sample: Sample,
-    context: list[int],
+    prompt: list[int],
     question: list[int],
     answers: Answers,
 ) -> None:
-    model, device = bench.loaded.model, bench.loaded.device
-    ids = torch.tensor([context + question if when == "before" else context], device=device)
+    model, device = context.loaded.model, context.loaded.device
+    ids = torch.tensor([prompt + question if when == "before" else prompt], device=device)
     fed = torch.tensor([question], device=device) if when == "after" and question else None
-    step, ends = 0 if fed is None else fed.shape[1], end_tokens(bench.loaded)
+    step, ends = 0 if fed is None else fed.shape[1], end_tokens(context.loaded)
 
-    def answer(entry: Entry, cache: AnyCache) -> None:
+    def answer(method: MethodRun, cache: AnyCache) -> None:
         engaged = cache.has_compressed
         said = generate(model, fed, cache, sample.answer_tokens, ends)[0].tolist()
-        text = spoken(bench.loaded.tokenizer, said, ends)
+        text = spoken(context.loaded.tokenizer, said, ends)
         score = SCORES[settings.set](name, text, sample.references, sample.classes)
-        answers[entry.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
+        answers[method.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
 
-    each_cache(bench, ids, answer, step + sample.answer_tokens, max(1, step), "tasks", **place(settings, name))
+    each_cache(context, ids, answer, step + sample.answer_tokens, max(1, step), "tasks", **place(settings, name))
 
 
 def _rows(
-    bench: Bench, entry: Entry, settings: Tasks, name: str, when: str, template: Template, answers: Answers
+    context: RunContext, method: MethodRun, settings: Tasks, name: str, when: str, template: Template, answers: Answers
 ) -> Iterator[Row]:
-    mine, full = answers[entry.label, when], answers.get((bench.baseline.label, when), {})
+    mine, full = answers[method.label, when], answers.get((context.baseline.label, when), {})
     base = replace(
-        entry.row,
+        method.row,
         measure="tasks",
         question=when,
         batch=1,
@@ -106,17 +106,17 @@ def _rows(
         base = replace(base, bos=None)  # the template brings its own
     scores, paired = [answer.score for answer in mine.values()], len(full) == len(mine)
     if paired and not any(answer.score for answer in full.values()):
-        base = replace(base, note="; ".join(filter(None, (BLIND, base.note))))
-    yield replace(base, metric="score", unit="share", **mean_over(scores, bench.seed))
-    if paired and not entry.is_baseline:
+        base = with_flags(base, "uninformative")
+    yield replace(base, metric="score", unit="share", **mean_over(scores, context.seed))
+    if paired and not method.is_baseline:
         theirs = [full[i].score for i in mine]
-        yield above_full(replace(base, metric="score_minus_full"), scores, theirs, bench.seed)
+        yield above_full(replace(base, metric="score_minus_full"), scores, theirs, context.seed)
     yield from engagement(base, mine.values())
 
 
 def _record(
-    bench: Bench,
-    entries: list[Entry],
+    context: RunContext,
+    methods: list[MethodRun],
     settings: Tasks,
     name: str,
     when: str,
@@ -136,15 +136,15 @@ def _record(
         "references": sample.references,
         "methods": [
             {
-                "method": entry.row.method,
-                "store": entry.row.store,
-                "knobs": entry.knobs,
-                "answer": answers[entry.label, when][i].text,
-                "score": answers[entry.label, when][i].score,
+                "method": method.row.method,
+                "store": method.row.store,
+                "knobs": method.knobs,
+                "answer": answers[method.label, when][i].text,
+                "score": answers[method.label, when][i].score,
             }
-            for entry in entries
+            for method in methods
         ],
     }
-    if bench.save_tokens:
+    if context.save_tokens:
         found["ids"], found["question_ids"] = prompt
     return found

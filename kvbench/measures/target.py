@@ -1,0 +1,30 @@
+"""What is known of a run before weights are loaded: the model's shape, the text and the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvbench.models.checkpoint import ModelSpec
+from kvbench.models.shape import ModelShape
+from kvbench.texts.load import Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """Model and text of a run.
+
+    tokens: the text, int64 [N], without special tokens. bos: the token that windows and prompts begin with, None for
+    none. tokenizer: None for random weights.
+    """
+
+    spec: ModelSpec
+    shape: ModelShape
+    text: Text
+    tokens: Tensor
+    tokenizer: Any
+    bos: int | None
+    seed: int

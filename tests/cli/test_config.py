@@ -23,10 +23,11 @@ from kvbench.config import (
 )
 from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
-from kvbench.measures.settings import Latency, Memory, Needle, Perplexity, read_settings
+from kvbench.measures.measure import read_measure
+from kvbench.measures.memory import Memory
 from kvbench.results.folder import resume_key
 from kvbench.results.row import COLUMNS
-from kvbench.sweep.plan import node_of
+from kvbench.sweep.plan import measures_of
 
 
 def compose(*words: str) -> DictConfig:
@@ -251,12 +252,11 @@ def test_a_preset_can_be_changed() -> None:
 def test_defaults_are_those_of_the_design() -> None:
     config = compose("method=h2o", "budget=1000")
     assert chosen_measures(config) == ["perplexity", "needle", "memory", "latency"]
-    perplexity = read_settings(Perplexity, "perplexity", node_of(config, "perplexity"))
-    assert (perplexity.context, perplexity.tokens, perplexity.windows) == (3072, 128, 2)
-    needle = read_settings(Needle, "needle", node_of(config, "needle"))
-    assert (needle.lengths, needle.depths, needle.samples, needle.question) == ([2048], [0.1, 0.5, 0.9], 4, ["after"])
-    assert read_settings(Memory, "memory", node_of(config, "memory")).contexts == [512, 2048, 4096]
-    assert read_settings(Latency, "latency", node_of(config, "latency")).contexts == [512, 2048, 4096]
+    perplexity, needle, memory, latency = map(lambda measure: measure.settings(), measures_of(config))
+    assert (perplexity["context"], perplexity["tokens"], perplexity["windows"]) == (3072, 128, 2)
+    assert (needle["lengths"], needle["depths"]) == ([2048], [0.1, 0.5, 0.9])
+    assert (needle["samples"], needle["question"]) == (4, ["after"])
+    assert memory["contexts"] == latency["contexts"] == [512, 2048, 4096]
     assert (config.seed, config.kernel, config.threads) == (0, "auto", None)
 
 
@@ -293,11 +293,21 @@ def test_measures() -> None:
 # settings of measures
 
 
+def read(name: str, **settings: Any) -> dict[str, Any]:
+    """The settings of a measure whose yaml file is changed by `settings`."""
+    return read_measure(name, BUILT_IN.content("measures")[name] | settings).settings()
+
+
+def test_yaml_files_of_measures_show_the_defaults_of_their_classes() -> None:
+    for name, node in BUILT_IN.content("measures").items():
+        assert read(name) == read_measure(name, {"_target_": node["_target_"]}).settings()
+
+
 def test_settings_take_one_value_for_a_list_and_count_each_once() -> None:
-    assert read_settings(Memory, "memory", {"contexts": 64, "tokens": 2}) == Memory([64], 2)
-    assert read_settings(Memory, "memory", {"contexts": [64, 32, 64], "tokens": 2}).contexts == [64, 32]
-    node = {"lengths": [64], "depths": [0, 0.0, 1], "samples": 1, "question": "before", "batch": 1}
-    assert read_settings(Needle, "needle", node).depths == [0.0, 1.0]
+    node = {"_target_": "kvbench.measures.memory.Memory", "contexts": 64, "tokens": 2}
+    assert read_measure("memory", node) == Memory([64], 2)
+    assert read("memory", contexts=[64, 32, 64])["contexts"] == [64, 32]
+    assert read("needle", depths=[0, 0.0, 1])["depths"] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -314,19 +324,18 @@ def test_settings_take_one_value_for_a_list_and_count_each_once() -> None:
 )
 def test_settings_of_a_wrong_kind(change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refusal:
-        read_settings(Memory, "memory", {"contexts": [64], "tokens": 2} | change)
+        read("memory", **change)
     assert says in str(refusal.value)
 
 
 @pytest.mark.parametrize("depth", [-0.1, 1.1, "deep", True, float("nan"), None])
 def test_depths_of_a_wrong_kind(depth: Any) -> None:
-    node = {"lengths": [64], "depths": [depth], "samples": 1, "question": "after", "batch": 1}
-    with pytest.raises(UserError, match="is not a depth; type numbers from 0 to 1"):
-        read_settings(Needle, "needle", node)
+    with pytest.raises(UserError, match="is not a number from 0 to 1"):
+        read("needle", depths=[depth])
 
 
 def test_no_warm_up_is_allowed() -> None:
-    assert read_settings(Latency, "latency", {"contexts": [64], "steps": 1, "warmup": 0, "graph": "auto"}).warmup == 0
+    assert read("latency", warmup=0)["warmup"] == 0
 
 
 @pytest.mark.parametrize(("word", "near"), [("h20", "h2o"), ("H2O", "h2o"), ("kivi3", "kivi"), ("zzz", "")])

@@ -167,7 +167,7 @@ BAD = [
     (["memory.contexts=[32,1.5]"], "memory.contexts=1.5 is not a whole number"),
     (["memory.tokens=0"], "memory.tokens=0"),
     (["measure=[latency]", "latency.warmup=-1"], "latency.warmup=-1 is not a whole number of at least 0"),
-    (["measure=[needle]", "needle.depths=[1.5]"], "needle.depths=1.5 is not a depth"),
+    (["measure=[needle]", "needle.depths=[1.5]"], "needle.depths=1.5 is not a number from 0 to 1"),
     (["measure=[needle]", "needle.question=during"], "type needle.question=after or needle.question=before"),
     (["memory=16"], "memory=16 is not a group of settings; type memory.KEY=VALUE"),
     # lengths

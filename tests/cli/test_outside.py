@@ -1,4 +1,4 @@
-"""Methods, stores and models from a folder outside the package work in every command as built-in ones do."""
+"""Methods, stores, measures and models from a folder outside the package work in every command as built-in ones do."""
 
 from __future__ import annotations
 
@@ -74,6 +74,26 @@ def test_a_sweep_packs_outside_and_built_in_methods_into_one_job_with_one_prefil
     assert module.BUILT_FROM[0] == module.BUILT_FROM[1] and module.BUILT_FROM[2] == module.BUILT_FROM[3]
 
 
+def test_an_outside_measure_is_measured_beside_a_built_in_one(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "model=random-tiny", "measure=[entropy,memory]", "entropy.context=32", "method=every", "budget=12"]
+    assert main(["--config-dir", str(own), *words]) == 0
+    assert "entropy" in capsys.readouterr().out.lower()
+    frame = load("results")
+    entropies = frame[frame["metric"] == "entropy"]
+    assert set(entropies["method"]) == {"full", "every"} and set(entropies["context"]) == {32}
+    assert entropies["value"].between(0, 5.6).all()  # log of 256 tokens
+    assert main(["--config-dir", str(own), *words]) == 0
+    assert "were measured before" in capsys.readouterr().out
+
+
+def test_a_sweep_over_a_setting_of_an_outside_measure(own: Path) -> None:
+    words = ["model=random-tiny", "data=random", "measure=[entropy]", "entropy.context=32,48", "method=every,knorm"]
+    assert main(["-m", f"hydra.searchpath=[file://{own}]", *words, "budget=12", "entropy.tokens=2"]) == 0
+    runs = [load(folder) for folder in find_runs("results")]
+    assert [set(run["method"]) for run in runs] == [{"full", "every", "knorm"}] * 2
+    assert {int(context) for run in runs for context in run["context"]} == {32, 48}
+
+
 @pytest.mark.slow
 def test_jobs_of_a_launcher_find_the_folder(own: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -89,6 +109,7 @@ def test_the_help_lists_outside_names(own: Path, capsys: pytest.CaptureFixture[s
     assert "every " in shown and "keeps every n-th token: budget=, every_stride= (2)" in shown
     assert "every_stride " in shown and "distance between kept tokens" in shown
     assert "rounded " in shown and "mine-tiny" in shown
+    assert "entropy " in shown and "entropy of the predictions after a prompt" in shown
 
 
 @pytest.mark.parametrize(
@@ -97,6 +118,9 @@ def test_the_help_lists_outside_names(own: Path, capsys: pytest.CaptureFixture[s
         (["method=evry"], "method=evry is unknown (did you mean every?); choose from "),
         (["store=roundd"], "did you mean rounded?"),
         (["model=mine"], "did you mean mine-tiny?"),
+        (["measure=[entrpy]"], "measure=entrpy is unknown (did you mean entropy?); choose from entropy, fidelity"),
+        (["entropy.contxt=3"], "entropy.contxt is no setting (did you mean entropy.context?)"),
+        (["measure=[entropy]", "entropy.tokens=0"], "entropy.tokens=0 is not a whole number of at least 1"),
         (["method=every", "every_strid=2"], "every_strid is no setting (did you mean every_stride?)"),
         (["compare=['method=every evry_stride=2']"], "sets evry_stride (did you mean every_stride?)"),
         (["method=every", "every_stride=2,3"], "type -m every_stride=2,3 to run one after another"),

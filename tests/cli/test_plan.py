@@ -18,6 +18,7 @@ from kvbench.cache.store import DenseStore
 from kvbench.cli.plan import config_of, main, planned_model, planned_shape, weight_bytes
 from kvbench.config import method_config
 from kvbench.config.sources import BUILT_IN
+from kvbench.method_runs import instantiate
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -26,7 +27,6 @@ from kvbench.methods.pyramid import Pyramid
 from kvbench.models.checkpoint import model_spec
 from kvbench.models.known_configs import PUBLISHED
 from kvbench.models.shape import layer_windows
-from kvbench.run import instantiate
 from tests.cache.test_mla import deepseek
 from tests.shared.families import random_ids, tiny
 from tests.shared.models import random_llama

@@ -13,12 +13,12 @@ from kvbench.cli.main import main
 from kvbench.config import method_configs
 from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
-from kvbench.measures.settings import Perplexity, read_settings
+from kvbench.measures.perplexity import Perplexity
 from kvbench.report.__main__ import main as report
 from kvbench.report.published import Published, published_of, published_table
 from kvbench.results.folder import find_runs, load
 from kvbench.results.row import Row
-from kvbench.sweep.plan import node_of
+from kvbench.sweep.plan import measures_of
 from tests.shared.text import light
 
 PRESETS = ("streaming_sinks", "streaming_400k", "llama2_wikitext2", "llama2_wikitext2_4096")
@@ -111,12 +111,13 @@ def test_presets_compose_and_name_what_they_measure(name: str) -> None:
     methods = method_configs(config, words)
     found = published_of(config.published)
     assert found is not None and found.source
-    setting = read_settings(Perplexity, "perplexity", node_of(config, "perplexity"))
+    (setting,) = measures_of(config)
+    assert isinstance(setting, Perplexity)
     told = {
         "model": config.model.id,
         "dtype": config.model.dtype,
         "dataset": config.data.name,
-        "protocol": setting.name,
+        "protocol": setting.protocol_name,
         "n": setting.windows * setting.tokens,
         "budget": config.budget,
         "context": 0 if setting.protocol == "stream" else setting.context,

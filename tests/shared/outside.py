@@ -6,14 +6,20 @@ import sys
 from pathlib import Path
 
 MODULE = '''
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.decode import step
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KEEP, KeepRule
 from kvbench.cache.store import DenseStore
+from kvbench.measures.context import Result
+from kvbench.measures.fallbacks import each_cache
+from kvbench.measures.measure import Measure, setting
+from kvbench.results.headline import Headline
 
 BUILT_FROM = []
 
@@ -35,6 +41,34 @@ class EveryNth(KeepRule):
 @dataclass(frozen=True)
 class RoundedStore(DenseStore):
     """Keys and values rounded to `dtype`."""
+
+
+@dataclass(frozen=True)
+class Entropy(Measure):
+    """Entropy of the prediction after `context` tokens, in nats, the mean over `tokens` decoded ones."""
+
+    name: ClassVar[str] = "entropy"
+    headlines: ClassVar = (Headline("entropy", "entropy", "fixed2"),)
+
+    context: int = setting(64)
+    tokens: int = setting(8)
+
+    def needed_tokens(self):
+        return "entropy.context", self.context + self.tokens
+
+    def run(self, context):
+        ids = context.window(0, self.context + self.tokens)[None].to(context.loaded.device)
+        rows = {}
+
+        def use(method, cache):
+            logits = [step(context.loaded.model, ids[:, t : t + 1], cache) for t in range(self.context, ids.shape[1])]
+            entropy = torch.distributions.Categorical(logits=torch.cat(logits, 1).float()).entropy()
+            found = {"measure": "entropy", "context": self.context, "n": self.tokens, "protocol": "prefill_decode"}
+            row = replace(method.row, metric="entropy", value=float(entropy.mean()), unit="nats", **found)
+            rows[method.label] = row
+
+        each_cache(context, ids[:, : self.context], use, self.tokens, 1, "entropy", context=self.context)
+        yield Result(list(rows.values()))
 '''
 
 EVERY_NTH = """# @package _global_
@@ -58,6 +92,12 @@ store:
     dtype: ${{rounded_to}}
 """
 
+ENTROPY = """# entropy of the predictions after a prompt
+_target_: {module}.Entropy
+context: 64   # tokens of prompt
+tokens: 8     # tokens decoded after it
+"""
+
 MODEL = """# a model of the user's own
 defaults:
   - random-tiny
@@ -75,6 +115,7 @@ def write_outside(folder: Path, module: str) -> Path:
     files = {
         "method/every.yaml": EVERY_NTH.format(name="every", module=module),
         "store/rounded.yaml": ROUNDED.format(module=module),
+        "measures/entropy.yaml": ENTROPY.format(module=module),
         "model/mine-tiny.yaml": MODEL,
     }
     for name, text in files.items():

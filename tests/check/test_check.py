@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape, Store
-from kvbench.check.__main__ import entries_of, main
+from kvbench.check.__main__ import main
 from kvbench.check.identities import Subject, Trial, method_identities, model_identities
+from kvbench.check.subjects import entries_of
 from kvbench.config.sources import BUILT_IN
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.methods.adakv import AdaKV
@@ -32,8 +34,8 @@ from tests.shared.models import random_llama
 
 FULL = Method("full", Full(), DenseStore())
 KEPT, MASKED = "what is kept is what the rule promises", "evicting equals masking the whole history"
-TURNS, WHOLE = "prompts in turns leave each other alone", "a budget for everything equals full"
-BATCH, STOCK = "a batch equals its rows alone", "the cache equals the model's own forward"
+TURNS, WHOLE = "prompts in turns do not affect each other", "a budget for everything equals full"
+BATCH, STOCK = "rows of a batch do not affect each other", "the cache equals the model's own forward"
 
 
 def trial_on(model: Any, *rules: KeepRule) -> Trial:
@@ -198,6 +200,45 @@ def test_the_command_says_what_does_not_hold(
     out = capsys.readouterr().out
     assert f"FAIL  streaming_llm    {MASKED}" in out
     assert "DO NOT HOLD" in out
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (16, "group=32 does not divide the head size 16; type one of: group=8, group=16"),
+        (80, "group=32 does not divide the head size 80"),
+        (100, "group=32 does not divide the head size 100"),
+        (120, "group=32 does not divide the head size 120; type one of: group=8, group=24"),
+    ],
+)
+def test_a_store_that_does_not_fit_the_head_size_is_named_and_the_rest_runs(
+    size: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, f"model.random.head_dim={size}", "compare=[kivi4,h2o]"]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("skip  kivi4 ") and reason in first
+    assert {line.split()[1] for line in lines} >= {"full", "h2o"}
+    assert all(line.startswith("pass") for line in lines)
+    assert last.endswith("; 1 do not fit random-tiny and were skipped")
+
+
+def test_the_only_method_that_was_named_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "model.random.head_dim=80", "method=kivi4"]) == 2
+    assert "kivi4 does not fit random-tiny: group=32 does not divide the head size 80" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_offline_model_passes_whatever_its_type_and_threads(
+    dtype: str, threads: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert main([f"model.dtype={dtype}", f"threads={min(threads, os.cpu_count() or 1)}"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert "all" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

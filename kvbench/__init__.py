@@ -16,10 +16,21 @@ if TYPE_CHECKING:
     from kvbench.cache.calibrate import calibrate
     from kvbench.cache.decode import generate
     from kvbench.harness.adapter import KVBenchLM
+    from kvbench.measures.measure import Measure
     from kvbench.results.folder import load
 
 __version__ = "0.1.0"
-__all__ = ["KVBenchLM", "build_cache", "calibrate", "generate", "load", "load_method", "load_model", "prefill"]
+__all__ = [
+    "KVBenchLM",
+    "Measure",
+    "build_cache",
+    "calibrate",
+    "generate",
+    "load",
+    "load_method",
+    "load_model",
+    "prefill",
+]
 
 # torch's threads spin for a millisecond at every barrier before they sleep. Where another process has one of the cores
 # that costs each decode step several times its work; a shorter spin costs nothing elsewhere. Read when torch is loaded.
@@ -40,6 +51,7 @@ _HOMES = {
     "load_model": "kvbench.api",
     "load": "kvbench.results.folder",
     "KVBenchLM": "kvbench.harness.adapter",
+    "Measure": "kvbench.measures.measure",
 }
 
 

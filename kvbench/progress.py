@@ -19,7 +19,7 @@ class Progress:
         self.quiet = quiet
 
     def say(self, line: str) -> None:
-        """One line for the person who waits."""
+        """Print one line on stderr."""
         if not self.quiet:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -15,15 +15,21 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from kvbench import progress
+from kvbench.checks import check_measures_fit, small_prompts
 from kvbench.cli.main import main
 from kvbench.errors import UserError
 from kvbench.measures import fallbacks as prefills_module
-from kvbench.measures.limits import check_lengths, small_prompts
-from kvbench.measures.settings import Fidelity, Latency, Memory, Perplexity
+from kvbench.measures.fidelity import Fidelity
+from kvbench.measures.latency import Latency
+from kvbench.measures.measure import Measure
+from kvbench.measures.memory import Memory
+from kvbench.measures.perplexity import Perplexity
+from kvbench.measures.target import Target
 from kvbench.progress import Progress
 from kvbench.results.folder import find_runs, load, read_status
 from tests.shared.paths import ROOT
@@ -83,7 +89,7 @@ def test_a_cell_that_fails_is_a_row_and_costs_no_other(how: str, capsys: pytest.
     assert "h2o" in output.out  # the table of what there is
 
 
-def test_memory_is_measured_in_fresh_processes_and_one_that_fails_costs_no_other() -> None:
+def test_memory_is_measured_in_subprocesses_and_one_that_fails_costs_no_other() -> None:
     words = ["measure=[memory]", "memory.contexts=[32]", "memory.tokens=4"]
     assert main([*TINY, *words, f'compare=[full,"{breaks("failed", 34)}"]', "budget=12"]) == 3
     frame = load(the_run())
@@ -210,7 +216,7 @@ def test_a_prompt_that_is_hardly_longer_than_the_budget_draws_a_warning(capsys: 
 
 
 def test_which_prompts_are_small() -> None:
-    settings = {"perplexity": Perplexity(40, 10, 1, 1), "memory": Memory([16, 24, 64], 2)}
+    settings = [Perplexity(40, 10, 1, 1), Memory([16, 24, 64], 2)]
     assert list(small_prompts(methods("h2o", budget=12), settings)) == [
         "h2o keeps more than half of the prompt, so little is compressed: memory at 16 tokens"
     ]
@@ -250,11 +256,11 @@ def shape(max_positions: int | None) -> Any:
     return type("Shape", (), {"max_positions": max_positions})
 
 
-def refusal(settings: dict[str, Any], tokens: int, positions: int | None = None) -> str | None:
+def refusal(measure: Measure, tokens: int, positions: int | None = None) -> str | None:
     text: Any = type("Text", (), {"name": "t"})
     spec: Any = type("Spec", (), {"name": "m", "random": {}})
     try:
-        check_lengths(settings, tokens, text, shape(positions), spec)
+        check_measures_fit([measure], Target(spec, shape(positions), text, torch.zeros(tokens), None, None, 0))
     except UserError as error:
         return str(error)
     return None
@@ -263,11 +269,11 @@ def refusal(settings: dict[str, Any], tokens: int, positions: int | None = None)
 @pytest.mark.parametrize(
     ("settings", "needed"),
     [
-        ({"perplexity": Perplexity(40, 10, 1, 1)}, 50),
-        ({"memory": Memory([20, 40], 4)}, 44),
-        ({"latency": Latency([20, 40], 28, 2)}, 70),
-        ({"latency": Latency([20, 40], 8, 2)}, 61),  # as many are generated
-        ({"perplexity": Perplexity(40, 10, 1, 1, protocol="chunked")}, 50),
+        (Perplexity(40, 10, 1, 1), 50),
+        (Memory([20, 40], 4), 44),
+        (Latency([20, 40], 28, 2), 70),
+        (Latency([20, 40], 8, 2), 61),  # as many are generated
+        (Perplexity(40, 10, 1, 1, protocol="chunked"), 50),
     ],
 )
 def test_exactly_what_is_needed_is_enough(settings: dict[str, Any], needed: int) -> None:
@@ -278,12 +284,12 @@ def test_exactly_what_is_needed_is_enough(settings: dict[str, Any], needed: int)
 
 
 def test_windows_may_overlap_and_may_not_score_a_token_twice() -> None:
-    assert refusal({"perplexity": Perplexity(40, 10, 4, 1)}, 80) is None  # 0, 10, 20, 30: ten new tokens each
-    assert "type perplexity.windows=3 or fewer" in (refusal({"perplexity": Perplexity(40, 10, 4, 1)}, 79) or "")
-    assert "type perplexity.windows=1 or fewer" in (refusal({"perplexity": Perplexity(40, 10, 2, 1)}, 50) or "")
+    assert refusal(Perplexity(40, 10, 4, 1), 80) is None  # 0, 10, 20, 30: ten new tokens each
+    assert "type perplexity.windows=3 or fewer" in (refusal(Perplexity(40, 10, 4, 1), 79) or "")
+    assert "type perplexity.windows=1 or fewer" in (refusal(Perplexity(40, 10, 2, 1), 50) or "")
 
 
 def test_prompts_of_fidelity_are_different_ones() -> None:
     """128 samples of a text that has room for a handful are no 128 samples."""
-    assert refusal({"fidelity": Fidelity([40, 20], 10, 4, 1)}, 70) is None  # prompts begin at 0, 10, 20, 30
-    assert "type fidelity.samples=4 or fewer" in (refusal({"fidelity": Fidelity([40], 10, 5, 1)}, 70) or "")
+    assert refusal(Fidelity([40, 20], 10, 4, 1), 70) is None  # prompts begin at 0, 10, 20, 30
+    assert "type fidelity.samples=4 or fewer" in (refusal(Fidelity([40], 10, 5, 1), 70) or "")

@@ -163,7 +163,7 @@ def _read_knobs(node: DictConfig, sources: ConfigSources, columns: dict[str, Any
         knob = next(iter(re.findall(r"\$\{(\w+)\}", str(written[key]))), None)
         if knob in KNOBS:
             columns[knob] = value
-        else:
+        elif value is not None:  # the row's `knobs` hold what is set
             others[knob if knob in sources.knobs else key] = value
         if key in ("k_bits", "v_bits"):
             columns[key] = value

@@ -120,7 +120,7 @@ class KVBenchLM(TemplateLM):
         return ids
 
     def take(self) -> Counts:
-        """The counts so far, which begin anew; the last context is let go of."""
+        """The counts so far; counting starts anew, and the last context's prefill is released."""
         found, self.counts, self._record = self.counts, Counts(), None
         return found
 
@@ -130,7 +130,7 @@ class KVBenchLM(TemplateLM):
         found = []
         for _, context, continuation in self._each(requests, "loglikelihood", disable_tqdm):
             fed = max(0, len(continuation) - 1)  # nothing is predicted from the last
-            cache, logits = self._compressed(self._fitting(context, fed), fed)
+            cache, logits = self._compressed(self._fitting(context or [self.prefix_token_id], fed), fed)
             found.append(self._score(cache, logits, continuation))
         return found
 
@@ -187,7 +187,7 @@ class KVBenchLM(TemplateLM):
         if self._record is None or not torch.equal(self._record.ids, ids):
             self._record = None  # room for the next
             self._record = prefill(self.loaded.model, ids, [self.method.rule])
-        self._compressed_before = False  # its last logits were there before the cache
+        self._compressed_before = False  # the prompt's last logits were computed before the cache was built
         room = later + len(context) - prompt
         cache = build_cache(self.loaded.model, self.method, self._record, max_new_tokens=room, kernel=self.kernel)
         return cache, self._feed(cache, cache.last_logits[0], context[prompt:])

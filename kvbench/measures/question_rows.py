@@ -1,4 +1,4 @@
-"""What measures that ask questions have in common: answers, and the rows that go with any of them."""
+"""Answers to questions, and the rows that every measure with questions yields."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,10 @@ from kvbench.results.row import Row, with_flags
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method answered. score: from 0 to 1. engaged: whether its cache had been compressed before; kept: tokens
-    it held at the end."""
+    """A method's answer.
+
+    score: from 0 to 1. engaged: whether its cache had been compressed. kept: tokens held at the end.
+    """
 
     text: str
     score: float
@@ -22,7 +24,7 @@ class Answer:
 
 
 Answers = dict[tuple[str, str], dict[int, Answer]]
-"""By method and by when the question came; then by the number of the prompt."""
+"""By method and question time (after, before); then by the number of the prompt."""
 
 
 def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[str, Any]:
@@ -38,15 +40,15 @@ def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: in
     return replace(flagged, unit="share", **found)
 
 
-def spoken(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
-    """An answer in words: what stands before its natural end, without special tokens."""
+def answer_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """The text of an answer up to its end token, without special tokens."""
     stop = next((t for t, token in enumerate(tokens) if token in ends), None)
     text: str = tokenizer.decode(tokens[:stop], skip_special_tokens=True)
     return text
 
 
 class FromCache(Protocol):
-    """Whatever came out of a cache: whether it had been compressed before, and tokens held at the end."""
+    """An answer from a cache: whether the cache had been compressed, and the tokens that it held at the end."""
 
     @property
     def engaged(self) -> bool: ...

@@ -1,10 +1,9 @@
-"""Numbers with their uncertainty: bootstrap intervals over what was drawn independently, never over single tokens.
+"""Bootstrap intervals over independent units, never over single tokens.
 
-Tokens of one window depend on each other, so an interval over tokens comes out too narrow. The unit that is resampled
-is the window; where there are few, blocks of consecutive scored tokens within the windows. Such an interval tells how
-well these windows were measured and leaves out how they differ from others, and the row's note says so.
-Differences to the full cache are paired: the same unit of both is drawn together. Every draw is seeded and units are
-sorted before it, so the order in which they were measured changes no bit.
+Tokens of one window depend on each other, so an interval over tokens is too narrow. The resampled unit is the window.
+With fewer than 10 windows it is a block of consecutive scored tokens; such an interval does not generalise to other
+text, and the row's note says so. Differences to the full cache are paired: the same unit of both is drawn together.
+Every draw is seeded and units are sorted before it, so the order of measurement changes no bit.
 """
 
 import math
@@ -33,7 +32,7 @@ WORSE = 1e-4
 
 @dataclass(frozen=True)
 class Units:
-    """What is resampled: sums and counts, one each a unit, so that units of different size weigh what they hold.
+    """The resampled units: a sum and a count for each, so that units are weighted by their number of tokens.
 
     length: tokens of a unit, the last of a window may be shorter. of_windows: whether a unit is a whole window.
     """
@@ -54,11 +53,11 @@ class Units:
 
     @property
     def text(self) -> str:
-        """What was drawn, for a note; and what an interval over blocks leaves out."""
+        """For a note: which units were drawn, and that an interval over blocks does not generalise."""
         if self.of_windows:
             return f"95%: bootstrap over {len(self.sums)} windows"
         drawn = f"{len(self.sums)} blocks of {self.length} scored tokens"
-        return f"95%: bootstrap over {drawn}, of these windows alone: {ENOUGH_WINDOWS} or more speak for others"
+        return f"95%: bootstrap over {drawn}; covers these windows only: use {ENOUGH_WINDOWS} or more to generalise"
 
 
 def units_of(values: Array) -> Units:
@@ -67,7 +66,7 @@ def units_of(values: Array) -> Units:
     of_windows = windows >= ENOUGH_WINDOWS
     length = tokens if of_windows else max(1, min(BLOCK, tokens, windows * tokens // FEWEST_UNITS))
     pieces = [values[:, start : start + length] for start in range(0, tokens, length)]
-    # Window by window, so that neighbours in the text are neighbours here.
+    # Window by window, so that units keep the order of the text.
     sums = np.stack([piece.sum(1) for piece in pieces], axis=1).ravel()
     counts = np.tile([float(piece.shape[1]) for piece in pieces], windows)
     return Units(sums, counts, length, of_windows)

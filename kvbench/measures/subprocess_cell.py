@@ -1,4 +1,4 @@
-"""A function in a process of its own, so that nothing that ran before is in its memory."""
+"""Running a function in a fresh subprocess, whose memory holds nothing of what ran before."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
+def in_subprocess(function: Callable[..., T], *arguments: Any) -> T:
     """function(*arguments), both picklable, in a new process.
 
     It is forked from a server that has imported the function's module and run nothing: the seconds that importing

@@ -287,11 +287,14 @@ def listed(names: Sequence[str]) -> str:
 
 def recall(answer: str, references: Sequence[str]) -> float:
     """Share of the references that the answer holds, each standing alone, in any case (RULER's string match)."""
-    found = [re.search(rf"(?<![\w-]){re.escape(r)}(?![\w-])", answer, re.IGNORECASE) is not None for r in references]
-    return sum(found) / len(found)
+    alone = (rf"(?<![\w-])(?<!\d[.,]){re.escape(reference)}(?![\w-])(?![.,]\d)" for reference in references)
+    return sum(re.search(pattern, answer, re.IGNORECASE) is not None for pattern in alone) / len(references)
 
 
 def is_hit(answer: str, value: str) -> bool:
-    """Whether the first number in the answer is the value: wording, or digits inside another number, do not count."""
-    numbers = re.findall(r"\d+", answer)
-    return bool(numbers) and numbers[0] == value
+    """Whether the first number in the answer is the value and stands alone.
+
+    Digits inside a word (65125th) or inside another number (65125.5, 65,125, -65125) do not count, nor does wording.
+    """
+    first = re.search(r"[-+]?(?:\w[\w.,]*)?\d[\w.,-]*", answer)
+    return first is not None and first.group().rstrip(".,-") == value

@@ -13,8 +13,7 @@ from kvbench.cache.calibrate import calibrate, calibration_ids, calibration_slic
 from kvbench.cache.store import DenseStore
 from kvbench.cli.main import main
 from kvbench.errors import UserError
-from kvbench.measures.perplexity.windows import window_offsets
-from kvbench.measures.settings import Perplexity
+from kvbench.measures.perplexity import Perplexity
 from kvbench.methods.full import Full
 from kvbench.methods.lowrank import LowRank
 from kvbench.models.load import LoadedModel, load_model, model_spec
@@ -100,7 +99,7 @@ def test_a_model_sees_a_fixed_slice_of_the_essays(smollm2: LoadedModel) -> None:
     assert torch.equal(ids.flatten(), tokens[first:stop])
     for windows in (1, 2, 3, 4, 8):  # the default is 2
         settings = Perplexity(3072, 128, windows, 8)
-        spans = [(o + 3072, o + 3200) for o in window_offsets(len(tokens), settings)]
+        spans = [(o + 3072, o + 3200) for o in settings.offsets(len(tokens))]
         check_calibration(len(tokens), spans, windows)
 
 

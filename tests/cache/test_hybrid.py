@@ -26,9 +26,9 @@ from kvbench.cache.store import DenseStore, Store
 from kvbench.check.identities import Subject, Trial, method_identities, model_identities
 from kvbench.cli.plan import planned_model, planned_shape
 from kvbench.errors import UserError
-from kvbench.measures.memory.cache_bytes import memory
+from kvbench.measures.memory import Memory
+from kvbench.measures.memory.cache_bytes import measure_bytes
 from kvbench.measures.perplexity.token_scores import divergence
-from kvbench.measures.settings import Memory
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -39,7 +39,7 @@ from kvbench.models.checkpoint import model_spec
 from kvbench.models.load import describe
 from kvbench.models.shape import shape_of
 from tests.shared.families import HYBRIDS, random_ids, tiny
-from tests.shared.text import bench_of, light, methods, rows_of, value
+from tests.shared.text import light, methods, rows_of, run_context_of, value
 
 pytestmark = pytest.mark.engine
 
@@ -154,7 +154,10 @@ def test_bytes_of_states_are_a_part_of_their_own(name: str, model: PreTrainedMod
     context, tokens = 40, 4
     with light():
         rows = rows_of(
-            memory(bench_of(model, methods("full", "h2o", "kivi", budget=10), IDS.flatten()), Memory([context], tokens))
+            measure_bytes(
+                run_context_of(model, methods("full", "h2o", "kivi", budget=10), IDS.flatten()),
+                Memory([context], tokens),
+            )
         )
     state, growing = 4 * sum(STATE_NUMBERS[name]), 2 * 2 * 2 * (context + tokens) * 16 * 4
     assert {value(rows, method, "held_bytes.state") for method in ("full", "h2o", "kivi")} == {state}

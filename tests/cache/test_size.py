@@ -19,7 +19,7 @@ from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import SlotShape, Store
 from kvbench.config import method_config
 from kvbench.config.sources import BUILT_IN
-from kvbench.run import instantiate
+from kvbench.method_runs import instantiate
 from tests.shared.models import random_llama
 
 LAYERS, KV_HEADS, HEAD, PROMPT, NEW, BATCH, BUDGET = 2, 2, 32, 150, 24, 2, 64

@@ -24,15 +24,20 @@ from kvbench.cache.store import DenseStore
 from kvbench.cli.main import main
 from kvbench.errors import UserError
 from kvbench.measures import fallbacks as measured
-from kvbench.measures import latency as latency_module
-from kvbench.measures.context import Bench, give_memory_back
-from kvbench.measures.fallbacks import Way, ways_of
-from kvbench.measures.fidelity.continuations import fidelity
-from kvbench.measures.latency.decode_times import latency
-from kvbench.measures.needle.answers import needle
-from kvbench.measures.perplexity.windows import perplexity
-from kvbench.measures.settings import Fidelity, Latency, Needle, Perplexity, Tasks
-from kvbench.measures.tasks.answers import tasks
+from kvbench.measures.context import RunContext
+from kvbench.measures.fallbacks import Fallback, fallbacks_for
+from kvbench.measures.fidelity import Fidelity
+from kvbench.measures.fidelity.continuations import continue_prompts
+from kvbench.measures.latency import Latency
+from kvbench.measures.latency import decode_times as latency_module
+from kvbench.measures.latency.decode_times import time_decoding
+from kvbench.measures.needle import Needle
+from kvbench.measures.needle.answers import ask_needles
+from kvbench.measures.out_of_memory import give_memory_back
+from kvbench.measures.perplexity import Perplexity
+from kvbench.measures.perplexity.windows import score_windows
+from kvbench.measures.tasks import Tasks
+from kvbench.measures.tasks.answers import answer_tasks
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.results.folder import find_runs, load
@@ -42,13 +47,13 @@ from tests.measures.test_tasks import write
 from tests.shared.families import random_ids, tiny
 from tests.shared.models import random_llama
 from tests.shared.paths import ROOT
-from tests.shared.text import CHARACTERS, bench_of, character_tokenizer, light, methods, prose, rows_of
+from tests.shared.text import CHARACTERS, character_tokenizer, light, methods, prose, rows_of, run_context_of
 
 MODEL = random_llama(4, 2, 16, vocab=len(CHARACTERS) + 1)
 TOKENIZER = character_tokenizer()
 TEXT = torch.tensor(TOKENIZER(prose(1_000), add_special_tokens=False)["input_ids"])
 CONTEXT = 60
-ALONE, ON_HOST, BOTH = Way(False, False).note, Way(True, True).note, Way(False, True).note
+ALONE, ON_HOST, BOTH = Fallback(False, False).note, Fallback(True, True).note, Fallback(False, True).note
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory"),
     MemoryError(),
@@ -114,11 +119,11 @@ def observing() -> dict[str, Method]:
     return methods("full") | {name: Method(name, rule, DenseStore()) for name, rule in rules.items()}
 
 
-MEASURES: dict[str, Callable[[Bench], Iterator[Any]]] = {
-    "perplexity": lambda bench: perplexity(bench, Perplexity(CONTEXT, 6, 2, 1)),
-    "needle": lambda bench: needle(bench, Needle([CONTEXT], [0.5], 2, ["before", "after"], 2)),
-    "fidelity": lambda bench: fidelity(bench, Fidelity([CONTEXT], 6, 2, 1)),
-    "tasks": lambda bench: tasks(
+MEASURES: dict[str, Callable[[RunContext], Iterator[Any]]] = {
+    "perplexity": lambda bench: score_windows(bench, Perplexity(CONTEXT, 6, 2, 1)),
+    "needle": lambda bench: ask_needles(bench, Needle([CONTEXT], [0.5], 2, ["before", "after"], 2)),
+    "fidelity": lambda bench: continue_prompts(bench, Fidelity([CONTEXT], 6, 2, 1)),
+    "tasks": lambda bench: answer_tasks(
         bench,
         Tasks(
             set="longbench",
@@ -132,8 +137,8 @@ MEASURES: dict[str, Callable[[Bench], Iterator[Any]]] = {
 }
 
 
-def run(measure: str, named: dict[str, Method] | None = None) -> tuple[list[Row], Bench]:
-    here = bench_of(MODEL, observing() if named is None else named, TEXT, TOKENIZER, save_kept=True)
+def run(measure: str, named: dict[str, Method] | None = None) -> tuple[list[Row], RunContext]:
+    here = run_context_of(MODEL, observing() if named is None else named, TEXT, TOKENIZER, save_kept=True)
     return rows_of(MEASURES[measure](here)), here
 
 
@@ -151,14 +156,14 @@ def test_without_memory_for_all_each_prefills_for_itself(
     measure: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, before = run(measure)
-    assert before.failures == [] and before.ways == {}
+    assert before.journal.failures == [] and before.journal.fallbacks == {}
     widest = needed(measure, monkeypatch, {k: m for k, m in observing().items() if k in ("full", "wide")})
     assert widest < needed(measure, monkeypatch, observing())
     memory = SmallMemory(monkeypatch, widest, error)
     rows, after = run(measure)
-    assert after.failures == [] and rows == plain  # to the bit
-    assert after.kept == before.kept
-    assert after.ways == dict.fromkeys(observing(), ALONE)
+    assert after.journal.failures == [] and rows == plain  # to the bit
+    assert after.journal.kept == before.journal.kept
+    assert after.journal.fallbacks == dict.fromkeys(observing(), ALONE)
     assert len(memory.left) > len(observing()) and set(memory.left) == {0}  # nothing of a prefill outlives its use
     assert memory.held == 0
 
@@ -166,20 +171,20 @@ def test_without_memory_for_all_each_prefills_for_itself(
 def test_of_a_prefill_of_its_own_a_cache_is_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     widest = needed("perplexity", monkeypatch, {k: m for k, m in observing().items() if k in ("full", "wide")})
     memory, held = SmallMemory(monkeypatch, widest), list[int]()
-    here = bench_of(MODEL, observing(), TEXT)
+    here = run_context_of(MODEL, observing(), TEXT)
     measured.each_cache(here, TEXT[None, :CONTEXT], lambda entry, cache: held.append(memory.held), 4, 1, "perplexity")
-    assert held == [0] * 4 and here.ways.keys() == observing().keys()
+    assert held == [0] * 4 and here.journal.fallbacks.keys() == observing().keys()
 
 
 @pytest.mark.parametrize("error", ERRORS[:2])
 def test_on_a_gpu_the_record_goes_to_the_host_first(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the device holds no more than one layer of it."""
     plain, before = run("perplexity")
-    monkeypatch.setattr(measured, "ways_of", lambda device, n: ways_of(torch.device("cuda"), n))
+    monkeypatch.setattr(measured, "fallbacks_for", lambda device, n: fallbacks_for(torch.device("cuda"), n))
     memory = SmallMemory(monkeypatch, needed("perplexity", monkeypatch, observing()) - 1, error)
     rows, after = run("perplexity")
-    assert rows == plain and after.kept == before.kept
-    assert after.ways == dict.fromkeys(observing(), ON_HOST)
+    assert rows == plain and after.journal.kept == before.journal.kept
+    assert after.journal.fallbacks == dict.fromkeys(observing(), ON_HOST)
     whole, on_host = memory.most_of[:2]
     assert on_host <= 0.6 * whole and set(memory.left) == {0}  # two layers, and one
 
@@ -191,11 +196,11 @@ def test_the_host_may_be_too_small_as_well(monkeypatch: pytest.MonkeyPatch) -> N
         raise MemoryError
 
     monkeypatch.setattr(LayerRecord, "on_host", no_room)
-    monkeypatch.setattr(measured, "ways_of", lambda device, n: ways_of(torch.device("cuda"), n))
+    monkeypatch.setattr(measured, "fallbacks_for", lambda device, n: fallbacks_for(torch.device("cuda"), n))
     widest = needed("perplexity", monkeypatch, {k: m for k, m in observing().items() if k in ("full", "wide")})
     SmallMemory(monkeypatch, widest)
     rows, after = run("perplexity")
-    assert rows == plain and after.ways == dict.fromkeys(observing(), ALONE)
+    assert rows == plain and after.journal.fallbacks == dict.fromkeys(observing(), ALONE)
 
 
 def test_a_method_fails_where_its_own_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,19 +209,19 @@ def test_a_method_fails_where_its_own_does_not_fit(monkeypatch: pytest.MonkeyPat
     narrow = needed("perplexity", monkeypatch, {k: m for k, m in observing().items() if k in ("full", "narrow")})
     for device, tried in (("cpu", [True, False]), ("cuda", [True, True, False, False])):
         with monkeypatch.context() as patch:
-            patch.setattr(measured, "ways_of", lambda _, n, device=device: ways_of(torch.device(device), n))
+            patch.setattr(measured, "fallbacks_for", lambda _, n, device=device: fallbacks_for(torch.device(device), n))
             patch.setattr(LayerRecord, "on_host", lambda record: record)  # no relief
             memory = SmallMemory(patch, narrow)
             named = {name: observing()[name] for name in ("full", "wide", "narrow", "h2o")}
             rows, after = run("perplexity", named)
-        ((label, row), *more) = after.failures
+        ((label, row), *more) = after.journal.failures
         assert not more and (label, row.status, row.context) == ("wide", "oom", CONTEXT)
         assert "out of memory" in str(row.note)
         key = lambda row: (row.method, row.metric, row.position)  # noqa: E731
         assert sorted(rows, key=key) == sorted((row for row in plain if row.method != "wide"), key=key)
-        assert after.ways == dict.fromkeys(("full", "narrow", "h2o"), ALONE)
+        assert after.journal.fallbacks == dict.fromkeys(("full", "narrow", "h2o"), ALONE)
         assert set(memory.left) == {0} and memory.held == 0
-        assert [way.together for way in ways_of(torch.device(device), 4)] == tried
+        assert [fallback.together for fallback in fallbacks_for(torch.device(device), 4)] == tried
 
 
 def test_a_cache_that_does_not_fit_beside_the_record_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +237,7 @@ def test_a_cache_that_does_not_fit_beside_the_record_of_all(monkeypatch: pytest.
 
     monkeypatch.setattr(measured, "build_cache", build)
     rows, after = run("perplexity")
-    assert rows == plain and after.failures == [] and set(after.ways.values()) == {ALONE}
+    assert rows == plain and after.journal.failures == [] and set(after.journal.fallbacks.values()) == {ALONE}
 
 
 def test_memory_that_runs_out_while_a_token_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,41 +253,41 @@ def test_memory_that_runs_out_while_a_token_is_scored(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(H2O, "updated_scores", tight)
     rows, after = run("perplexity")
-    assert rows == plain and after.failures == [] and after.kept == before.kept
-    assert after.ways == dict.fromkeys(("h2o", "narrow", "wide"), ALONE)  # the baseline was through
+    assert rows == plain and after.journal.failures == [] and after.journal.kept == before.journal.kept
+    assert after.journal.fallbacks == dict.fromkeys(("h2o", "narrow", "wide"), ALONE)  # the baseline was through
 
 
 def test_an_error_that_is_none_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SmallMemory(monkeypatch, 0, ValueError("broken"))
     rows, after = run("perplexity")
-    assert rows == [] and {row.status for _, row in after.failures} == {"failed"}
-    assert len(after.failures) == len(observing()) and len(memory.left) == 1
+    assert rows == [] and {row.status for _, row in after.journal.failures} == {"failed"}
+    assert len(after.journal.failures) == len(observing()) and len(memory.left) == 1
     assert memory.held == 0
 
 
 def test_what_a_failure_held_is_free_when_the_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SmallMemory(monkeypatch, needed("perplexity", monkeypatch, methods("full")) + 1)
-    here = bench_of(MODEL, observing(), TEXT)
+    here = run_context_of(MODEL, observing(), TEXT)
     found: list[int] = []
     monkeypatch.setattr("kvbench.measures.context.give_memory_back", lambda: found.append(memory.held))
-    with here.shared(here.entries, "perplexity"):
-        measured.prefill(MODEL, TEXT[None, :CONTEXT], [entry.method.rule for entry in here.entries])
+    with here.guarded(here.methods, "perplexity"):
+        measured.prefill(MODEL, TEXT[None, :CONTEXT], [entry.method.rule for entry in here.methods])
     assert found == [0]
-    assert [row.status for _, row in here.failures] == ["oom"] * 4
+    assert [row.status for _, row in here.journal.failures] == ["oom"] * 4
 
 
 # latency
 
 
-def timed(named: dict[str, Method]) -> tuple[list[Row], Bench]:
-    here = bench_of(MODEL, named, TEXT, TOKENIZER)
-    return rows_of(latency(here, Latency([CONTEXT], 4, 1))), here
+def timed(named: dict[str, Method]) -> tuple[list[Row], RunContext]:
+    here = run_context_of(MODEL, named, TEXT, TOKENIZER)
+    return rows_of(time_decoding(here, Latency([CONTEXT], 4, 1))), here
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_latency_goes_the_same_ways(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_uses_the_same_fallbacks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = timed(observing())
-    monkeypatch.setattr(latency_module, "ways_of", lambda _, n: ways_of(torch.device(device), n))
+    monkeypatch.setattr(latency_module, "fallbacks_for", lambda _, n: fallbacks_for(torch.device(device), n))
     with monkeypatch.context() as patch:
         memory = SmallMemory(patch)
         timed({k: m for k, m in observing().items() if k in ("full", "narrow")})
@@ -291,13 +296,13 @@ def test_latency_goes_the_same_ways(device: str, monkeypatch: pytest.MonkeyPatch
         memory = SmallMemory(patch, narrow)
         rows, here = timed(observing())
     if device == "cuda":  # one layer at a time fits for all
-        assert here.failures == [] and here.ways == dict.fromkeys(observing(), ON_HOST)
+        assert here.journal.failures == [] and here.journal.fallbacks == dict.fromkeys(observing(), ON_HOST)
     else:
-        ((label, row),) = here.failures
+        ((label, row),) = here.journal.failures
         assert (label, row.status, row.measure, row.context, row.batch) == ("wide", "oom", "latency", CONTEXT, 1)
-        assert here.ways == dict.fromkeys(("full", "h2o", "narrow"), ALONE)
-        assert len(here.tracebacks) == 1
-    done = here.ways.keys()
+        assert here.journal.fallbacks == dict.fromkeys(("full", "h2o", "narrow"), ALONE)
+        assert len(here.journal.tracebacks) == 1
+    done = here.journal.fallbacks.keys()
     described = [(row.method, row.metric, row.unit, row.n) for row in plain if row.method in done]
     assert [(row.method, row.metric, row.unit, row.n) for row in rows] == described  # each once
     for metric in ("prefill_ms", "observe_ms", "compress_ms", "ttft_ms"):
@@ -316,15 +321,19 @@ def test_a_method_that_runs_out_while_it_decodes_is_timed_again_by_itself(monkey
     runs: list[str] = []
     plain = latency_module.generation
 
-    def generation(bench: Bench, settings: Any, entry: Any, record: Any) -> Any:
+    def generation(bench: RunContext, settings: Any, entry: Any, record: Any) -> Any:
         runs.append(entry.label)
-        if entry.label == "h2o" and len(bench.entries) > 1:
+        if entry.label == "h2o" and len(bench.methods) > 1:
             raise torch.OutOfMemoryError("beside the record of all")
         return plain(bench, settings, entry, record)
 
     monkeypatch.setattr(latency_module, "generation", generation)
     rows, here = timed(observing())
-    assert runs == ["full", "h2o", "narrow", "wide", "h2o"] and here.failures == [] and here.ways == {"h2o": ALONE}
+    assert (
+        runs == ["full", "h2o", "narrow", "wide", "h2o"]
+        and here.journal.failures == []
+        and here.journal.fallbacks == {"h2o": ALONE}
+    )
     seen = [(row.method, row.metric) for row in rows]
     assert len(seen) == len(set(seen)) and ("h2o", "itl_p50_ms") in seen
 
@@ -434,29 +443,29 @@ PROGRAM = """
 import json, resource
 import torch
 from kvbench.kernels import prefill as kernels
-from kvbench.measures.perplexity.windows import perplexity
-from kvbench.measures.settings import Perplexity
+from kvbench.measures.perplexity.windows import score_windows
+from kvbench.measures.perplexity import Perplexity
 from tests.shared.models import random_llama
 from kvbench.cache.build import Method
 from kvbench.cache.store import DenseStore
 from kvbench.methods.snapkv import SnapKV
-from tests.shared.text import bench_of, methods, rows_of
+from tests.shared.text import run_context_of, methods, rows_of
 
 torch.set_num_threads(1)
 model = random_llama(8, 2, 16, layers=4, dtype=torch.float32)
 text = torch.randint(0, 97, (2000,), generator=torch.Generator().manual_seed(0))
 named = {f"w{w}": Method(f"w{w}", SnapKV(budget=700, window=w), DenseStore()) for w in (600, 601, 602)}
 named = methods("full") | named
-bench = bench_of(model, named, text)
+bench = run_context_of(model, named, text)
 CONTEXT = 1400
-perplexity_of = lambda context: rows_of(perplexity(bench, Perplexity(context, 4, 1, 1)))
-before = perplexity_of(CONTEXT), dict(bench.ways)
+perplexity_of = lambda context: rows_of(score_windows(bench, Perplexity(context, 4, 1, 1)))
+before = perplexity_of(CONTEXT), dict(bench.journal.fallbacks)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 # A record of one method is 4 layers x 8 heads x 600 x 1400 floats: 108 MB; of three 323.
 resource.setrlimit(resource.RLIMIT_AS, (used + 250 * 2**20,) * 2)
-after = perplexity_of(CONTEXT), dict(bench.ways)
+after = perplexity_of(CONTEXT), dict(bench.journal.fallbacks)
 values = [[[row.method, row.metric, row.position, row.value] for row in rows] for rows, _ in (before, after)]
-print(json.dumps([values, before[1], after[1], [label for label, _ in bench.failures]]))
+print(json.dumps([values, before[1], after[1], [label for label, _ in bench.journal.failures]]))
 """
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kvbench.cache.build import Method
 from kvbench.cache.store import DenseStore
-from kvbench.measures import fidelity as measured
-from kvbench.measures.context import Bench
-from kvbench.measures.fidelity.continuations import divergence, fidelity, prompt_offsets
-from kvbench.measures.settings import Fidelity
+from kvbench.measures.context import RunContext
+from kvbench.measures.fidelity import Fidelity
+from kvbench.measures.fidelity import continuations as measured
+from kvbench.measures.fidelity.continuations import continue_prompts, divergence, prompt_offsets
 from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, bench_of, light, methods, rows_of, value
+from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 16
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
@@ -43,8 +43,8 @@ def settings(**changes: Any) -> Fidelity:
     return dataclasses.replace(Fidelity(contexts=[CONTEXT], tokens=TOKENS, samples=5, batch=2), **changes)
 
 
-def bench(named: dict[str, Method], **more: Any) -> Bench:
-    return bench_of(MODEL, named, TEXT, **more)
+def bench(named: dict[str, Method], **more: Any) -> RunContext:
+    return run_context_of(MODEL, named, TEXT, **more)
 
 
 def absolute() -> dict[str, Method]:
@@ -68,7 +68,7 @@ def by_whole_prefixes(prompt: Tensor, budget: int | None) -> list[int]:
 
 
 def test_divergence_by_whole_prefixes() -> None:
-    (finding,) = fidelity(bench(methods("full") | absolute()), settings())
+    (finding,) = continue_prompts(bench(methods("full") | absolute()), settings())
     steps = []
     for sample, offset in zip(finding.samples, prompt_offsets(len(TEXT), CONTEXT, 5), strict=True):
         prompt = TEXT[offset : offset + CONTEXT]
@@ -88,7 +88,7 @@ def test_divergence_by_whole_prefixes() -> None:
 
 
 def test_full_and_recompute_never_leave() -> None:
-    rows = rows_of(fidelity(bench(methods("full", "recompute")), settings()))
+    rows = rows_of(continue_prompts(bench(methods("full", "recompute")), settings()))
     for method in ("full", "recompute"):
         assert value(rows, method, "divergence_step") == TOKENS
         assert value(rows, method, "diverged_share") == 0
@@ -96,7 +96,7 @@ def test_full_and_recompute_never_leave() -> None:
 
 
 def test_engaged_and_kept() -> None:
-    rows = rows_of(fidelity(bench(methods("full", "h2o", budget=12)), settings()))
+    rows = rows_of(continue_prompts(bench(methods("full", "h2o", budget=12)), settings()))
     assert [value(rows, m, "engaged") for m in ("full", "h2o")] == [0, 1]
     assert [value(rows, m, "kept_tokens") for m in ("full", "h2o")] == [CONTEXT + TOKENS - 1, 12]
 
@@ -119,13 +119,13 @@ def test_where_two_answers_part(mine: list[int], full: list[int], step: int | No
 def test_lengths_at_the_natural_end(ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any token may be the end: those that both caches come to are taken, and answers are cut off behind them."""
     named = methods("full") | absolute()
-    (free,) = fidelity(bench(named), settings(samples=8))
+    (free,) = continue_prompts(bench(named), settings(samples=8))
     said = [[method["tokens"] for method in sample["methods"]] for sample in free.samples]
     shared = [set(full) & set(sinks) for full, sinks in said]
     end = max({token for tokens in shared for token in tokens}, key=lambda token: sum(token in s for s in shared))
     stops = [end, 96][:ends]
     monkeypatch.setattr(measured, "end_tokens", lambda bench: stops)
-    (finding,) = fidelity(bench(named), settings(samples=8))
+    (finding,) = continue_prompts(bench(named), settings(samples=8))
     lengths = []
     for sample, (full, sinks) in zip(finding.samples, said, strict=True):
         cut = [answer[: next((t + 1 for t, a in enumerate(answer) if a in stops), None)] for answer in (full, sinks)]
@@ -142,25 +142,27 @@ def test_lengths_at_the_natural_end(ends: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_order_of_methods_and_samples_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of(fidelity(bench(methods("full", "h2o", "random")), settings(samples=6)))
-    turned = rows_of(fidelity(bench(methods("full", "random", "h2o")), settings(samples=6)))
+    rows = rows_of(continue_prompts(bench(methods("full", "h2o", "random")), settings(samples=6)))
+    turned = rows_of(continue_prompts(bench(methods("full", "random", "h2o")), settings(samples=6)))
     assert sorted(map(str, rows)) == sorted(map(str, turned))
     offsets = prompt_offsets(len(TEXT), CONTEXT, 6)
     monkeypatch.setattr(measured, "prompt_offsets", lambda *_: [offsets[i] for i in (4, 0, 2, 5, 1, 3)])
-    assert rows_of(fidelity(bench(methods("full", "h2o", "random")), settings(samples=6))) == rows
+    assert rows_of(continue_prompts(bench(methods("full", "h2o", "random")), settings(samples=6))) == rows
 
 
 def test_one_broken_method_leaves_the_others_whole() -> None:
     broken = {"breaks": Method("breaks", Breaks(12, how="failed", at=CONTEXT + 5), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
-    rows = rows_of(fidelity(here, settings()))
+    rows = rows_of(continue_prompts(here, settings()))
     assert {row.method for row in rows} == {"full", "h2o"}
-    assert [(label, row.measure, row.context) for label, row in here.failures] == [("breaks", "fidelity", CONTEXT)]
+    assert [(label, row.measure, row.context) for label, row in here.journal.failures] == [
+        ("breaks", "fidelity", CONTEXT)
+    ]
 
 
 def test_without_a_baseline_there_is_nothing_to_compare() -> None:
     named = {"full": Method("full", Breaks(12, how="failed", at=CONTEXT + 5), DenseStore())} | methods("h2o")
-    rows = rows_of(fidelity(bench(named), settings()))
+    rows = rows_of(continue_prompts(bench(named), settings()))
     assert {row.metric for row in rows} == {"engaged", "kept_tokens"}
 
 
@@ -173,14 +175,14 @@ def test_prompts_are_spread_over_the_text() -> None:
 def test_neighbours_in_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that end early must not cut short what a cache is asked to hold, nor those that go on make it longer."""
     named = methods("full", "kivi", "h2o")
-    (free,) = fidelity(bench(named), settings())
+    (free,) = continue_prompts(bench(named), settings())
     said = [sample["methods"][0]["tokens"] for sample in free.samples]
     monkeypatch.setattr(measured, "end_tokens", lambda bench: [said[0][3]])
-    together, alone = (rows_of(fidelity(bench(named), settings(batch=batch))) for batch in (5, 1))
+    together, alone = (rows_of(continue_prompts(bench(named), settings(batch=batch))) for batch in (5, 1))
     assert [dataclasses.replace(row, batch=1) for row in together] == alone
 
 
 def test_caches_that_never_diverge_are_no_proof_that_they_cannot() -> None:
-    rows = rows_of(fidelity(bench(methods("full", "recompute")), settings()))
+    rows = rows_of(continue_prompts(bench(methods("full", "recompute")), settings()))
     (row,) = (row for row in rows if row.method == "recompute" and row.metric == "divergence_step")
     assert (row.value, row.high) == (TOKENS, TOKENS) and row.low is not None and 0 < row.low < TOKENS

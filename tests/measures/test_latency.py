@@ -18,17 +18,23 @@ from kvbench.cache.build import Method
 from kvbench.cache.caches import PrefixCache
 from kvbench.cache.decode import generate
 from kvbench.cache.store import DenseStore
-from kvbench.measures import latency as measured
-from kvbench.measures.context import Bench
+from kvbench.measures.context import RunContext
+from kvbench.measures.latency import Latency, machine
+from kvbench.measures.latency import decode_times as measured
 from kvbench.measures.latency import generation as generated
-from kvbench.measures.latency import machine
 from kvbench.measures.latency import throughput as largest
-from kvbench.measures.latency.decode_times import RECOMPUTE_STEPS, ROUND, batch_ids, is_steady, latency, read_bytes
+from kvbench.measures.latency.decode_times import (
+    RECOMPUTE_STEPS,
+    ROUND,
+    batch_ids,
+    is_steady,
+    read_bytes,
+    time_decoding,
+)
 from kvbench.measures.latency.generation import FIXED
-from kvbench.measures.settings import Latency, one_by_one
-from kvbench.results.row import Row
+from kvbench.results.row import Row, flags_of
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, bench_of, light, methods, rows_of, value
+from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
 
 CONTEXT = 40
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
@@ -45,8 +51,17 @@ def settings(**changes: Any) -> Latency:
     return dataclasses.replace(Latency(contexts=[CONTEXT], steps=20, warmup=3), **changes)
 
 
-def bench(named: dict[str, Method]) -> Bench:
-    return bench_of(MODEL, named, TEXT)
+def bench(named: dict[str, Method]) -> RunContext:
+    return run_context_of(MODEL, named, TEXT)
+
+
+def with_slopes(here: RunContext, asked: Latency) -> list[Row]:
+    """The rows of all cells, and those of the summaries over them."""
+    rows = rows_of(time_decoding(here, asked))
+    for summary, method in itertools.product(asked.summaries(), here.methods):
+        own = [row for row in rows if row.method == method.label and row.batch == summary.batches[0]]
+        rows += summary.summarise(method, own)
+    return rows
 
 
 def metrics(rows: list[Row], method: str) -> dict[str | None, Row]:
@@ -55,7 +70,7 @@ def metrics(rows: list[Row], method: str) -> dict[str | None, Row]:
 
 @pytest.mark.parametrize(("steps", "warmup"), [(20, 3), (16, 0), (5, 1), (40, 8)])
 def test_number_of_timed_steps(steps: int, warmup: int) -> None:
-    rows = rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(steps=steps, warmup=warmup)))
+    rows = rows_of(time_decoding(bench(methods("full", "h2o", "recompute")), settings(steps=steps, warmup=warmup)))
     for method in ("full", "h2o"):
         found = metrics(rows, method)
         assert {found[f"tpot_p{p}_ms"].n for p in (50, 90, 99)} == {steps}
@@ -79,7 +94,7 @@ def test_methods_take_turns_of_sixteen_steps(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(graph, "step", spy)
     monkeypatch.setattr(measured, "_generations", lambda *_: [])
-    rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
+    rows_of(time_decoding(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
     order = [(id(cache), len(list(run))) for cache, run in itertools.groupby(caches, key=lambda cache: cache)]
     full, h2o, recompute = dict.fromkeys(cache for cache, _ in order)
     assert ROUND == 16
@@ -110,7 +125,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_what_the_times_are_made_of(warmup: int) -> None:
-    rows = rows_of(latency(bench(methods("full", "h2o", "recompute")), settings(warmup=warmup)))
+    rows = rows_of(time_decoding(bench(methods("full", "h2o", "recompute")), settings(warmup=warmup)))
     for method in ("full", "h2o", "recompute"):
         found = {metric: row.value for metric, row in metrics(rows, method).items()}
         # A step is timed from just before it to just after it, with nothing in between that looks at the clock.
@@ -129,13 +144,13 @@ def test_what_the_times_are_made_of(warmup: int) -> None:
 
 @pytest.mark.usefixtures("ticking")
 def test_slope_over_equal_times_is_flat() -> None:
-    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64])))
+    rows = with_slopes(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64]))
     for method in ("full", "h2o"):
         assert value(rows, method, "slope_ms_per_1k") == pytest.approx(0, abs=1e-6)
 
 
 def test_slope_is_a_line_through_the_medians() -> None:
-    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64])))
+    rows = with_slopes(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64]))
     for method in ("full", "h2o"):
         medians = [value(rows, method, "tpot_p50_ms", context=context) for context in (16, 32, 64)]
         (row,) = (row for row in rows if row.method == method and row.metric == "slope_ms_per_1k")
@@ -145,12 +160,12 @@ def test_slope_is_a_line_through_the_medians() -> None:
 
 
 def test_one_context_has_no_slope() -> None:
-    rows = rows_of(latency(bench(methods("full")), settings()))
+    rows = with_slopes(bench(methods("full")), settings())
     assert not [row for row in rows if row.metric == "slope_ms_per_1k"]
 
 
 def test_rows_say_what_was_timed() -> None:
-    rows = rows_of(latency(bench(methods("full", "h2o", "kivi", "recompute")), settings()))
+    rows = rows_of(time_decoding(bench(methods("full", "h2o", "kivi", "recompute")), settings()))
     assert {(row.measure, row.context, row.batch, row.protocol) for row in rows} == {
         ("latency", CONTEXT, 1, "interleaved")
     }
@@ -166,7 +181,7 @@ def test_rows_say_what_was_timed() -> None:
 
 def test_bytes_read_a_step_are_the_weights_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "read_bandwidth", lambda device: 2e9)
-    rows = rows_of(latency(bench(methods("full", "recompute")), settings()))
+    rows = rows_of(time_decoding(bench(methods("full", "recompute")), settings()))
     kept = CONTEXT + 23
     cache = 2 * 2 * 2 * kept * 16 * 4 + 2 * kept * 4  # keys and values, then a position a token and layer
     # A step reads all weights but the input embedding, of which it looks up a row a token: here it is not the head.
@@ -216,15 +231,15 @@ def test_an_unsteady_run_is_flagged_and_kept(monkeypatch: pytest.MonkeyPatch) ->
     """A machine that becomes slower with every step."""
     now = itertools.accumulate(itertools.count(1), lambda time, i: time + i)
     monkeypatch.setattr(measured, "clock", lambda device: float(next(now)))
-    rows = rows_of(latency(bench(methods("full")), settings()))
+    rows = rows_of(time_decoding(bench(methods("full")), settings()))
     assert value(rows, "full", "steady") == 0
-    noted = {row.metric for row in rows if row.note is not None and "unsteady" in row.note}
-    assert noted >= {"tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "bytes_per_s", "steady"}
+    flagged = {row.metric for row in rows if "unsteady" in flags_of(row)}
+    assert flagged >= {"tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms", "bytes_per_s", "steady"}
 
 
 @pytest.mark.usefixtures("ticking")
 def test_a_steady_run_says_so_and_its_percentiles_have_intervals() -> None:
-    rows = rows_of(latency(bench(methods("full")), settings()))
+    rows = rows_of(time_decoding(bench(methods("full")), settings()))
     assert value(rows, "full", "steady") == 1
     for percent in (50, 90, 99):
         row = metrics(rows, "full")[f"tpot_p{percent}_ms"]
@@ -235,7 +250,7 @@ def test_load_and_clock_stand_beside_the_times(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.5, 0, 0))
     clocks = {"min": 1500.0, "max": 3000.0, "limit": 3000.0}
     monkeypatch.setattr(machine.provenance, "cpu_clock_mhz", lambda: clocks)
-    rows = rows_of(latency(bench(methods("full")), settings()))
+    rows = rows_of(time_decoding(bench(methods("full")), settings()))
     assert value(rows, "full", "load_average") == 3.5
     assert value(rows, "full", "clock_mhz") == 1500
     assert "throttled: a core at 1500 MHz" in (metrics(rows, "full")["tpot_p50_ms"].note or "")
@@ -262,7 +277,7 @@ def test_a_throttled_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_grid_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "read_bandwidth", lambda device: 1e9)
-    rows = rows_of(latency(bench(methods("full", "h2o")), settings(contexts=[20, 40], batches=[1, 3])))
+    rows = with_slopes(bench(methods("full", "h2o")), settings(contexts=[20, 40], batches=[1, 3]))
     for method in ("full", "h2o"):
         for context, batch in itertools.product((20, 40), (1, 3)):
             assert value(rows, method, "positions_processed", context=context, batch=batch) == context + 23
@@ -288,7 +303,7 @@ def test_rows_of_a_batch_are_different_texts() -> None:
 
 
 def test_what_is_measured_apart() -> None:
-    parts = one_by_one(settings(contexts=[20, 40], batches=[1, 4], throughput=True))
+    parts = settings(contexts=[20, 40], batches=[1, 4], throughput=True).cells()
     assert [(p.contexts, p.batches, p.throughput) for p in parts] == [  # type: ignore[union-attr]
         ([20], [1], False),
         ([20], [4], False),
@@ -333,7 +348,7 @@ def test_itl_is_the_time_between_tokens_of_a_greedy_generation(monkeypatch: pyte
         return logits
 
     two_seconds_a_step(monkeypatch, note)
-    rows = rows_of(latency(bench(methods("full")), settings()))
+    rows = rows_of(time_decoding(bench(methods("full")), settings()))
     row = metrics(rows, "full")["itl_p50_ms"]
     assert (row.value, row.n, row.low, row.high) == (2000, FIXED, 2000, 2000)
     expected = generate(MODEL, None, build.build_cache(MODEL, methods("full")["full"], TEXT[None, :CONTEXT]), FIXED)
@@ -353,7 +368,7 @@ def test_the_natural_end(end: int, most: int, tokens: int, ended: int, monkeypat
     assert MODEL(TEXT[None, :CONTEXT]).logits[0, -1].argmax() != 96
     monkeypatch.setattr(generated, "end_tokens", lambda bench: [96])
     two_seconds_a_step(monkeypatch, ending)
-    rows = rows_of(latency(bench(methods("full")), settings(tokens_natural=most)))
+    rows = rows_of(time_decoding(bench(methods("full")), settings(tokens_natural=most)))
     found = metrics(rows, "full")
     assert found["natural_tokens"].value == tokens
     assert found["natural_ms"].value == 2000 * (tokens - 1)
@@ -377,28 +392,28 @@ def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count(step=0.5)
     monkeypatch.setattr(largest, "clock", lambda device: next(seconds))
     here = bench(methods("full", "h2o", "recompute"))
-    rows = rows_of(latency(here, settings(batches=[], throughput=True)))
+    rows = rows_of(time_decoding(here, settings(batches=[], throughput=True)))
     assert [(row.method, row.metric, row.batch, row.value) for row in rows] == [
         ("full", "tokens_per_s", 4, 8.0),
         ("h2o", "tokens_per_s", 4, 8.0),
     ]
     assert all("8 ran out of memory" in (row.note or "") and row.kernel for row in rows)
-    assert not here.failures
+    assert not here.journal.failures
 
 
 def test_the_search_ends_where_the_host_would_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = 2 * 2 * 2 * 16 * 4 * CONTEXT  # of one prompt
     memory = type("Memory", (), {"available": 3 * dense * 3})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    (row,) = rows_of(latency(bench(methods("full")), settings(batches=[], throughput=True)))
+    (row,) = rows_of(time_decoding(bench(methods("full")), settings(batches=[], throughput=True)))
     assert row.batch == 2 and "4 would not fit" in (row.note or "")
 
 
 def test_where_not_even_one_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(largest, "_has_room", lambda *_: False)
     here = bench(methods("full"))
-    assert rows_of(latency(here, settings(batches=[], throughput=True))) == []
-    assert [(row.status, row.context) for _, row in here.failures] == [("oom", CONTEXT)]
+    assert rows_of(time_decoding(here, settings(batches=[], throughput=True))) == []
+    assert [(row.status, row.context) for _, row in here.journal.failures] == [("oom", CONTEXT)]
 
 
 # failures
@@ -408,7 +423,7 @@ def test_where_not_even_one_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) -> None:
     broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 4), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
-    rows = rows_of(latency(here, settings(contexts=[20, CONTEXT, 60])))
+    rows = with_slopes(here, settings(contexts=[20, CONTEXT, 60]))
     for method in ("full", "h2o"):
         for context in (20, CONTEXT, 60):
             assert value(rows, method, "positions_processed", context=context) == context + 23
@@ -416,7 +431,7 @@ def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) ->
     # 20 + 23 tokens do not reach the position where it breaks; 60 begin beyond it.
     assert {row.context for row in rows if row.method == "breaks" and row.metric != "slope_ms_per_1k"} == {20, 60}
     assert metrics(rows, "breaks")["slope_ms_per_1k"].note == "contexts 20, 60"
-    ((label, row),) = here.failures
+    ((label, row),) = here.journal.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "latency", CONTEXT, how)
     assert row.note is not None and f"broken at position {CONTEXT + 4}" in row.note
 
@@ -424,9 +439,9 @@ def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) ->
 def test_a_method_that_breaks_while_its_cache_is_built() -> None:
     broken = {"breaks": Method("breaks", Breaks(12, how="failed", at=CONTEXT - 1), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
-    rows = rows_of(latency(here, settings()))
+    rows = rows_of(time_decoding(here, settings()))
     assert {row.method for row in rows} == {"full", "h2o"}
-    assert [label for label, _ in here.failures] == ["breaks"]
+    assert [label for label, _ in here.journal.failures] == ["breaks"]
 
 
 def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,9 +454,9 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(measured, "prefill", too_long)
     here = bench(methods("full", "h2o"))
-    rows = rows_of(latency(here, settings(contexts=[20, CONTEXT])))
+    rows = rows_of(time_decoding(here, settings(contexts=[20, CONTEXT])))
     assert {(row.method, row.context) for row in rows} == {("full", 20), ("h2o", 20)}
-    assert [(label, row.status, row.context) for label, row in here.failures] == [
+    assert [(label, row.status, row.context) for label, row in here.journal.failures] == [
         ("full", "oom", CONTEXT),
         ("h2o", "oom", CONTEXT),
     ]
@@ -464,6 +479,6 @@ def test_without_memory_to_read_only_the_share_is_missing(monkeypatch: pytest.Mo
     machine._read_bandwidth.cache_clear()
     monkeypatch.undo()
     monkeypatch.setattr(measured, "read_bandwidth", lambda device: None)
-    rows = rows_of(latency(bench(methods("full")), settings(contexts=[CONTEXT])))
+    rows = rows_of(time_decoding(bench(methods("full")), settings(contexts=[CONTEXT])))
     assert {"bytes_per_s", "tpot_p50_ms"} <= {row.metric for row in rows}
     assert "bandwidth_share" not in {row.metric for row in rows}

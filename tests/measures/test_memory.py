@@ -15,16 +15,16 @@ import torch
 from kvbench.cache.build import Method
 from kvbench.cache.bytes import allocator_bytes, held_bytes
 from kvbench.cache.store import Buffer, DenseStore
-from kvbench.measures import memory as measured
-from kvbench.measures.context import Bench
-from kvbench.measures.memory.cache_bytes import memory, peak
-from kvbench.measures.settings import Memory
+from kvbench.measures.context import RunContext
+from kvbench.measures.memory import Memory
+from kvbench.measures.memory import cache_bytes as measured
+from kvbench.measures.memory.cache_bytes import measure_bytes, peak
 from kvbench.models.checkpoint import ModelSpec
 from kvbench.models.load import load_model
 from kvbench.results.row import Row
 from tests.shared.families import tiny
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, bench_of, light, methods, rows_of, value
+from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 4
 SEEN = CONTEXT + TOKENS
@@ -40,14 +40,14 @@ def quick() -> Iterator[None]:
         yield
 
 
-def bench(named: dict[str, Method], model: Any = MODEL) -> Bench:
-    return bench_of(model, named, TEXT)
+def bench(named: dict[str, Method], model: Any = MODEL) -> RunContext:
+    return run_context_of(model, named, TEXT)
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
     here = bench(methods("full", "h2o", "kivi", "recompute", "streaming_llm", budget=10))
-    return rows_of(memory(here, Memory([CONTEXT], TOKENS)))
+    return rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS)))
 
 
 def parts(rows: list[Row], method: str) -> dict[str, float]:
@@ -70,7 +70,7 @@ def test_a_model_spread_over_devices_is_not_loaded_a_second_time(monkeypatch: py
     here = replace(here, spec=ModelSpec("it", random={"model_type": "llama"}))
     here.loaded.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     monkeypatch.setattr(measured, "_apart", None)
-    assert value(rows_of(memory(here, Memory([CONTEXT], TOKENS))), "full", "held_bytes") > 0
+    assert value(rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS))), "full", "held_bytes") > 0
 
 
 def test_full_by_hand(rows: list[Row]) -> None:
@@ -122,7 +122,7 @@ def test_kivi_by_hand(rows: list[Row]) -> None:
 
 def test_quantised_rows_cost_what_the_formula_says() -> None:
     """Bits a value: b + 32 / G, for everything that has left the residual."""
-    found = rows_of(memory(bench(methods("full", "kivi")), Memory([300], 4)))
+    found = rows_of(measure_bytes(bench(methods("full", "kivi")), Memory([300], 4)))
     held = parts(found, "kivi")
     quantised = 304 // 16 * 16 + (304 - 16)
     values = LAYERS * KV_HEADS * HEAD * quantised
@@ -147,14 +147,14 @@ def test_parts_sum_to_what_is_held(rows: list[Row]) -> None:
 def test_engaged_and_context(rows: list[Row]) -> None:
     assert [value(rows, m, "engaged") for m in ("full", "h2o", "kivi", "recompute")] == [0, 1, 1, 0]
     assert {(row.measure, row.context, row.batch, row.status) for row in rows} == {("memory", CONTEXT, 1, "ok")}
-    assert {row.context for row in rows_of(memory(bench(methods("full")), Memory([20, 30], 2)))} == {20, 30}
+    assert {row.context for row in rows_of(measure_bytes(bench(methods("full")), Memory([20, 30], 2)))} == {20, 30}
 
 
 def test_heads_are_not_repeated() -> None:
     """A cache of 2 KV heads for 4 query heads is half of one with 4: grouped heads are never spread out."""
     wide = random_llama(4, 4, HEAD, layers=LAYERS, dtype=torch.float32)
-    spread = rows_of(memory(bench(methods("full"), wide), Memory([CONTEXT], TOKENS)))
-    grouped = rows_of(memory(bench(methods("full")), Memory([CONTEXT], TOKENS)))
+    spread = rows_of(measure_bytes(bench(methods("full"), wide), Memory([CONTEXT], TOKENS)))
+    grouped = rows_of(measure_bytes(bench(methods("full")), Memory([CONTEXT], TOKENS)))
     assert parts(spread, "full")["dense"] == 2 * parts(grouped, "full")["dense"]
 
 
@@ -218,7 +218,7 @@ def test_peaks_of_prefill_and_decode_are_told_apart(monkeypatch: pytest.MonkeyPa
     prefill, step = measured.prefill, measured.step
     monkeypatch.setattr(measured, "prefill", lambda *args: (allocated(128), prefill(*args))[1])
     monkeypatch.setattr(measured, "step", lambda *args: (allocated(64), step(*args))[1])
-    found = rows_of(memory(bench(methods("full", "h2o")), Memory([CONTEXT], 2)))
+    found = rows_of(measure_bytes(bench(methods("full", "h2o")), Memory([CONTEXT], 2)))
     for method in ("full", "h2o"):
         assert value(found, method, "peak_prefill_bytes") == pytest.approx(128 * MIB, abs=16 * MIB)
         assert value(found, method, "peak_decode_bytes") == pytest.approx(64 * MIB, abs=16 * MIB)
@@ -236,7 +236,7 @@ def test_what_a_first_call_allocates_is_not_the_first_methods(monkeypatch: pytes
 
     prefill = measured.prefill
     monkeypatch.setattr(measured, "prefill", first_call)
-    found = rows_of(memory(bench(methods("full", "h2o")), Memory([CONTEXT], 2)))
+    found = rows_of(measure_bytes(bench(methods("full", "h2o")), Memory([CONTEXT], 2)))
     assert len(kept) == 1
     assert max(value(found, method, "peak_prefill_bytes") for method in ("full", "h2o")) < 16 * MIB
 
@@ -245,10 +245,10 @@ def test_what_a_first_call_allocates_is_not_the_first_methods(monkeypatch: pytes
 def test_one_broken_method_leaves_the_others_whole(how: str) -> None:
     broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 2), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
-    found = rows_of(memory(here, Memory([CONTEXT, 20], TOKENS)))
+    found = rows_of(measure_bytes(here, Memory([CONTEXT, 20], TOKENS)))
     done = {(row.method, row.context) for row in found}
     assert done == {("full", CONTEXT), ("h2o", CONTEXT), ("full", 20), ("breaks", 20), ("h2o", 20)}
-    ((label, row),) = here.failures
+    ((label, row),) = here.journal.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "memory", CONTEXT, how)
 
 
@@ -312,16 +312,16 @@ def test_a_fresh_process_measures_the_same_and_nothing_that_was_there_before() -
     """Bytes are the same to the byte. A hundred megabytes that this process has used and freed are nobody's peak."""
     here = bench(methods("full", "h2o", "kivi", budget=10))
     here.loaded = load_model(SPEC)
-    inside = rows_of(memory(here, Memory([CONTEXT], TOKENS, isolate=False)))
+    inside = rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS, isolate=False)))
     here.spec = SPEC
-    apart = rows_of(memory(here, Memory([CONTEXT], TOKENS)))
+    apart = rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS)))
     assert [(row.method, row.metric) for row in apart] == [(row.method, row.metric) for row in inside]
     for a, b in zip(apart, inside, strict=True):
         if a.metric and a.metric.startswith("peak_"):
             assert (a.note or "").endswith("in a fresh process") and "fresh" not in (b.note or "")
         elif a.metric != "allocator_bytes":
             assert a == b
-    assert not here.failures
+    assert not here.journal.failures
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,9 @@ def test_whatever_a_process_of_its_own_dies_of_is_a_row(how: str, status: str, n
     broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 2), DenseStore())}
     here = bench(broken | methods("h2o"))
     here.spec = SPEC
-    found = rows_of(memory(here, Memory([CONTEXT], TOKENS)))
+    found = rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS)))
     assert {row.method for row in found} == {"h2o"}
-    ((label, row),) = here.failures
+    ((label, row),) = here.journal.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "memory", CONTEXT, status)
     assert note in (row.note or "")
 
@@ -346,7 +346,7 @@ def test_whatever_a_process_of_its_own_dies_of_is_a_row(how: str, status: str, n
 def test_layers_that_the_model_bounds_count_with_what_they_hold() -> None:
     """Gemma 3's kind: one layer of two with a window of 16, which holds 15 tokens whatever the method; the full cache's
     formula counts it so, and not as if it grew."""
-    rows = rows_of(memory(bench(methods("full", "h2o", budget=10), tiny("gemma3")), Memory([CONTEXT], TOKENS)))
+    rows = rows_of(measure_bytes(bench(methods("full", "h2o", budget=10), tiny("gemma3")), Memory([CONTEXT], TOKENS)))
     numbers = 2 * 2 * 16  # keys and values, KV heads, head
     dense = 4 * numbers * (SEEN + 15)
     for method in ("full", "h2o"):

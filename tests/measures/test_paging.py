@@ -11,13 +11,13 @@ import torch
 from kvbench.cache.build import Method
 from kvbench.cache.paged import PagedStore
 from kvbench.errors import UserError
-from kvbench.measures.paging.shared_prefixes import NOTE, check_paging, paging
-from kvbench.measures.settings import Paging
+from kvbench.measures.paging import Paging
+from kvbench.measures.paging.shared_prefixes import NOTE, measure_pages
 from kvbench.methods.full import Full
 from kvbench.methods.per_token import PerToken
 from kvbench.results.row import Row
 from tests.shared.models import random_llama
-from tests.shared.text import bench_of, light, methods, rows_of, value
+from tests.shared.text import light, methods, rows_of, run_context_of, value
 
 LAYERS, KV_HEADS, HEAD = 2, 2, 16
 MODEL = random_llama(4, KV_HEADS, HEAD, layers=LAYERS, dtype=torch.float32)
@@ -36,7 +36,7 @@ def rows() -> Iterator[list[Row]]:
         "paged8": Method("full", Full(), PagedStore(PerToken(8, 8, 8))),
     }
     with light():
-        yield rows_of(paging(bench_of(MODEL, named, text), Paging(PREFIX, OWN, TOKENS)))
+        yield rows_of(measure_pages(run_context_of(MODEL, named, text), Paging(PREFIX, OWN, TOKENS)))
 
 
 def test_a_rectangle_for_all(rows: list[Row]) -> None:
@@ -70,6 +70,6 @@ def test_every_row_says_what_paging_is(rows: list[Row]) -> None:
 def test_a_rule_that_evicts_is_refused() -> None:
     for name in ("h2o", "recompute"):
         with pytest.raises(UserError, match="type method=full store=paged"):
-            check_paging(methods(name)[name])
+            Paging().refuse(methods(name)[name])
     for method in (methods("full")["full"], Method("full", Full(), PagedStore())):
-        check_paging(method)
+        Paging().refuse(method)

@@ -22,17 +22,17 @@ from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
 from kvbench.config.sources import BUILT_IN
 from kvbench.kernels import compiled
 from kvbench.measures import fallbacks as prefills
-from kvbench.measures.context import Bench
+from kvbench.measures.context import RunContext
+from kvbench.measures.perplexity import Perplexity
 from kvbench.measures.perplexity.token_scores import divergence
-from kvbench.measures.perplexity.windows import perplexity, window_offsets
-from kvbench.measures.settings import Perplexity
+from kvbench.measures.perplexity.windows import score_windows
 from kvbench.measures.statistics import wilson
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.models.load import LoadedModel
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, bench_of, light, methods, rows_of, value
+from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 10
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
@@ -49,8 +49,8 @@ def settings(windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: i
     return Perplexity(context, tokens, windows, batch, **more)
 
 
-def bench(named: dict[str, Method], **more: Any) -> Bench:
-    return bench_of(MODEL, named, TEXT, **more)
+def bench(named: dict[str, Method], **more: Any) -> RunContext:
+    return run_context_of(MODEL, named, TEXT, **more)
 
 
 def plain_nll(model: Any, ids: Tensor, context: int) -> np.ndarray:
@@ -82,8 +82,8 @@ class Zeroed(DenseStore):
 
 
 def test_full_is_a_plain_forward() -> None:
-    offsets = window_offsets(len(TEXT), settings(windows=3))
-    rows = rows_of(perplexity(bench(methods("full")), settings(windows=3)))
+    offsets = settings(windows=3).offsets(len(TEXT))
+    rows = rows_of(score_windows(bench(methods("full")), settings(windows=3)))
     expected = np.mean([plain_nll(MODEL, TEXT[o : o + CONTEXT + TOKENS], CONTEXT) for o in offsets])
     assert value(rows, "full", "nll") == pytest.approx(expected, abs=1e-4)
     assert value(rows, "full", "ppl") == pytest.approx(math.exp(expected), rel=1e-4)
@@ -97,15 +97,15 @@ def test_full_is_a_plain_forward_on_a_real_model(smollm2: LoadedModel, essays_fo
     text = (essays_folder / "worked.txt").read_text()
     tokens = torch.tensor(smollm2.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     asked = settings(context=256, tokens=32, windows=2)
-    rows = rows_of(perplexity(bench_of(smollm2.model, methods("full", "h2o", budget=64), tokens), asked))
-    windows = [tokens[o : o + asked.longest] for o in window_offsets(len(tokens), asked)]
+    rows = rows_of(score_windows(run_context_of(smollm2.model, methods("full", "h2o", budget=64), tokens), asked))
+    windows = [tokens[o : o + asked.longest] for o in asked.offsets(len(tokens))]
     expected = np.mean([plain_nll(smollm2.model, ids, asked.context) for ids in windows])
     assert value(rows, "full", "nll") == pytest.approx(expected, abs=1e-4)
     assert value(rows, "h2o", "kl") > 1e-3
 
 
 def test_recompute_is_full() -> None:
-    rows = rows_of(perplexity(bench(methods("full", "recompute")), settings(windows=2)))
+    rows = rows_of(score_windows(bench(methods("full", "recompute")), settings(windows=2)))
     assert value(rows, "recompute", "nll") == pytest.approx(value(rows, "full", "nll"), abs=1e-5)
     assert value(rows, "recompute", "kl") == pytest.approx(0, abs=1e-6)
     assert value(rows, "recompute", "kept_tokens") == 0
@@ -115,7 +115,7 @@ def test_recompute_is_full() -> None:
 @pytest.mark.parametrize("name", ["h2o", "kivi", "streaming_llm", "random"])
 def test_distance_from_full_by_hand(name: str) -> None:
     named = methods("full", name)
-    rows = rows_of(perplexity(bench(named), settings()))
+    rows = rows_of(score_windows(bench(named), settings()))
     ids = TEXT[: CONTEXT + TOKENS]
     full, other = (special.log_softmax(stored_logits(m, ids, CONTEXT), axis=-1) for m in named.values())
     kl = np.sum(np.exp(full) * (full - other), axis=-1)
@@ -135,9 +135,9 @@ def test_distance_from_full_by_hand(name: str) -> None:
 
 def test_a_cache_that_loses_its_values_changes_every_prediction_but_the_first() -> None:
     named = methods("full") | {"zeroed": Method("zeroed", Full(), Zeroed())}
-    one = rows_of(perplexity(bench(named), settings(tokens=1)))
+    one = rows_of(score_windows(bench(named), settings(tokens=1)))
     assert value(one, "zeroed", "nll") == value(one, "full", "nll")  # from the prompt's own logits
-    rows = rows_of(perplexity(bench(named), settings()))
+    rows = rows_of(score_windows(bench(named), settings()))
     assert abs(value(rows, "zeroed", "nll_minus_full")) > 0.01
     assert value(rows, "zeroed", "kl") > 0.01
 
@@ -160,13 +160,13 @@ def test_a_cache_that_loses_its_values_changes_every_prediction_but_the_first() 
 def test_engaged_is_the_share_predicted_after_a_compression(
     method: Method, context: int, tokens: int, engaged: float
 ) -> None:
-    rows = rows_of(perplexity(bench(methods("full") | {"x": method}), settings(context=context, tokens=tokens)))
+    rows = rows_of(score_windows(bench(methods("full") | {"x": method}), settings(context=context, tokens=tokens)))
     assert value(rows, "x", "engaged") == pytest.approx(engaged)
     assert (value(rows, "x", "kl") > 1e-9) == (engaged > 0)
 
 
 def test_kept_and_processed() -> None:
-    rows = rows_of(perplexity(bench(methods("full", "h2o", "kivi", budget=12)), settings(windows=3, batch=2)))
+    rows = rows_of(score_windows(bench(methods("full", "h2o", "kivi", budget=12)), settings(windows=3, batch=2)))
     fed = CONTEXT + TOKENS - 1
     assert [value(rows, name, "kept_tokens") for name in ("full", "h2o", "kivi")] == [fed, 12, fed]
     assert [value(rows, name, "positions_processed") for name in ("full", "h2o", "kivi")] == [fed] * 3
@@ -174,8 +174,8 @@ def test_kept_and_processed() -> None:
 
 def test_windows_of_a_batch_are_windows_one_by_one() -> None:
     named = methods("full", "h2o", "kivi", "random")
-    together = rows_of(perplexity(bench(named), settings(windows=5, batch=3)))
-    alone = rows_of(perplexity(bench(named), settings(windows=5, batch=1)))
+    together = rows_of(score_windows(bench(named), settings(windows=5, batch=3)))
+    alone = rows_of(score_windows(bench(named), settings(windows=5, batch=1)))
     assert len(together) == len(alone)
     for a, b in zip(together, alone, strict=True):
         assert (a.method, a.metric, a.n) == (b.method, b.metric, b.n)
@@ -186,7 +186,7 @@ def test_windows_of_a_batch_are_windows_one_by_one() -> None:
 @pytest.mark.parametrize("windows", [1, 2, 3, 7, 13])
 @pytest.mark.parametrize("tokens", [650, 651, 1_000, 1_999])
 def test_windows_are_spread_over_the_text_and_do_not_overlap(windows: int, tokens: int) -> None:
-    offsets = window_offsets(tokens, settings(windows=windows))
+    offsets = settings(windows=windows).offsets(tokens)
     assert len(offsets) == windows
     assert offsets[0] == 0
     assert all(later - earlier >= CONTEXT + TOKENS for earlier, later in itertools.pairwise(offsets))
@@ -197,7 +197,7 @@ def test_windows_are_spread_over_the_text_and_do_not_overlap(windows: int, token
 
 def test_samples_can_be_recomputed() -> None:
     named = methods("full", "h2o")
-    (finding,) = perplexity(bench(named, save_tokens=True), settings(windows=3, batch=2))
+    (finding,) = score_windows(bench(named, save_tokens=True), settings(windows=3, batch=2))
     assert [sample["window"] for sample in finding.samples] == [0, 1, 2]
     nll: dict[str, list[float]] = {name: [] for name in named}
     kl: dict[str, list[float]] = {name: [] for name in named}
@@ -216,14 +216,14 @@ def test_samples_can_be_recomputed() -> None:
 
 
 def test_tokens_are_stored_only_on_demand() -> None:
-    (finding,) = perplexity(bench(methods("full")), settings())
+    (finding,) = score_windows(bench(methods("full")), settings())
     assert "ids" not in finding.samples[0]
 
 
 def test_intervals_draw_windows() -> None:
     asked = settings(windows=12)
-    rows = rows_of(perplexity(bench(methods("full")), asked))
-    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in window_offsets(len(TEXT), asked)]
+    rows = rows_of(score_windows(bench(methods("full")), asked))
+    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in asked.offsets(len(TEXT))]
     means = np.array([plain_nll(MODEL, ids, CONTEXT).mean() for ids in windows])
     draw = np.random.default_rng(7)
     drawn = means[draw.integers(0, 12, (4_000, 12))].mean(1)
@@ -240,7 +240,7 @@ def test_intervals_draw_windows() -> None:
 
 def test_samples_that_got_worse_are_counted_and_the_worst_are_shown() -> None:
     asked = settings(windows=12, batch=5)
-    (finding,) = perplexity(bench(methods("full", "random")), asked)
+    (finding,) = score_windows(bench(methods("full", "random")), asked)
     per_window = {m["method"]: [] for m in finding.samples[0]["methods"]}  # type: ignore[var-annotated, index]
     for sample in finding.samples:
         for m in sample["methods"]:
@@ -255,8 +255,8 @@ def test_samples_that_got_worse_are_counted_and_the_worst_are_shown() -> None:
 
 def test_nll_by_position() -> None:
     asked = settings(windows=3, tokens=10, buckets=4)
-    rows = rows_of(perplexity(bench(methods("full", "h2o")), asked))
-    offsets = window_offsets(len(TEXT), asked)
+    rows = rows_of(score_windows(bench(methods("full", "h2o")), asked))
+    offsets = asked.offsets(len(TEXT))
     nll = np.stack([plain_nll(MODEL, TEXT[o : o + asked.longest], CONTEXT) for o in offsets])
     curve = {row.position: row for row in rows if row.metric == "nll_at" and row.method == "full"}
     assert list(curve) == [CONTEXT, CONTEXT + 3, CONTEXT + 6, CONTEXT + 9]  # of width 3, the last of 1
@@ -270,7 +270,7 @@ def test_nll_by_position() -> None:
 
 
 def test_rows_say_how_they_were_measured() -> None:
-    rows = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=2)))
+    rows = rows_of(score_windows(bench(methods("full", "h2o")), settings(windows=2)))
     for row in rows:
         assert (row.measure, row.context, row.batch, row.status) == ("perplexity", CONTEXT, 2, "ok")
         assert (row.protocol, row.stride) == ("prefill_decode", len(TEXT) - CONTEXT - TOKENS)
@@ -280,7 +280,7 @@ def test_rows_say_how_they_were_measured() -> None:
             assert row.note is not None and "2 windows of 40 + 10 tokens" in row.note and "no BOS" in row.note
             if metric in ("top1", "top5") and row.value == 1:
                 assert (row.low, row.high) == wilson(row.n, row.n)  # nothing to draw, and no certainty
-            assert "bootstrap over 10 blocks of 2 scored tokens, of these windows alone" in row.note
+            assert "bootstrap over 10 blocks of 2 scored tokens; covers these windows only" in row.note
 
 
 def test_better_than_full_beyond_the_interval_is_said() -> None:
@@ -288,7 +288,7 @@ def test_better_than_full_beyond_the_interval_is_said() -> None:
     prompt = TEXT[None, :CONTEXT]
     said = generate(MODEL, None, build_cache(MODEL, methods("full")["full"], prompt, TOKENS), TOKENS)
     named = {"full": Method("full", Full(), Zeroed()), "real": Method("real", Full(), DenseStore())}
-    rows = rows_of(perplexity(bench_of(MODEL, named, torch.cat([prompt, said], dim=1)[0]), settings()))
+    rows = rows_of(score_windows(run_context_of(MODEL, named, torch.cat([prompt, said], dim=1)[0]), settings()))
     notes = {row.method: row for row in rows if row.metric == "nll_minus_full"}
     assert notes["real"].high is not None and notes["real"].high < 0
     assert (notes["real"].note or "").startswith("better than full beyond the interval")
@@ -300,23 +300,23 @@ def test_better_than_full_beyond_the_interval_is_said() -> None:
 
 @pytest.mark.parametrize(("how", "note"), [("failed", "RuntimeError: broken"), ("oom", "OutOfMemoryError: broken")])
 def test_one_broken_method_leaves_the_others_whole(how: str, note: str) -> None:
-    clean = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=3, batch=1)))
+    clean = rows_of(score_windows(bench(methods("full", "h2o")), settings(windows=3, batch=1)))
     broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 5), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
-    rows = rows_of(perplexity(here, settings(windows=3, batch=1)))
+    rows = rows_of(score_windows(here, settings(windows=3, batch=1)))
     assert rows == clean
-    ((label, row),) = here.failures
+    ((label, row),) = here.journal.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "perplexity", CONTEXT, how)
     assert row.note is not None and row.note.startswith(note)
     assert row.value is None
 
 
 def test_without_a_baseline_there_is_an_nll_and_nothing_to_compare() -> None:
-    clean = rows_of(perplexity(bench(methods("full", "h2o")), settings(windows=2, batch=1)))
+    clean = rows_of(score_windows(bench(methods("full", "h2o")), settings(windows=2, batch=1)))
     named = {"full": Method("full", Breaks(12, how="failed", at=CONTEXT + 5), DenseStore())} | methods("h2o")
     here = bench(named, save_tokens=True)
-    (finding,) = perplexity(here, settings(windows=2, batch=1))
-    assert {label for label, _ in here.failures} == {"full"}
+    (finding,) = score_windows(here, settings(windows=2, batch=1))
+    assert {label for label, _ in here.journal.failures} == {"full"}
     assert value(finding.rows, "h2o", "nll") == value(clean, "h2o", "nll")
     assert {row.metric for row in finding.rows}.isdisjoint({"kl", "top1", "nll_minus_full"})
     assert [sample["methods"][0]["kl"] for sample in finding.samples] == [None, None]
@@ -328,9 +328,9 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(prefills, "prefill", out_of_memory)
     here = bench(methods("full", "h2o"))
-    (finding,) = perplexity(here, settings(windows=2, batch=1))
+    (finding,) = score_windows(here, settings(windows=2, batch=1))
     assert (finding.rows, [s["methods"] for s in finding.samples]) == ([], [[], []])
-    assert [(label, row.status, row.context) for label, row in here.failures] == [
+    assert [(label, row.status, row.context) for label, row in here.journal.failures] == [
         ("full", "oom", CONTEXT),
         ("h2o", "oom", CONTEXT),
     ]
@@ -363,7 +363,9 @@ def test_the_fast_kernel_gives_every_method_the_reference_s_perplexity() -> None
     model = random_llama(4, 2, 32, dtype=torch.float32)
     found = {}
     for kernel in ("cpu", "reference"):
-        rows = rows_of(perplexity(bench_of(model, named, TEXT, kernel=kernel), settings(context=300, tokens=40)))
+        rows = rows_of(
+            score_windows(run_context_of(model, named, TEXT, kernel=kernel), settings(context=300, tokens=40))
+        )
         found[kernel] = {entry: value(rows, entry, "nll") for entry in named}
     assert all(value is not None for value in found["cpu"].values()) and len(found["cpu"]) >= 20
     differences = {entry: abs(found["cpu"][entry] - found["reference"][entry]) for entry in named}

@@ -20,10 +20,10 @@ from kvbench.cache.paged import PagedStore
 from kvbench.cache.stock import StockStore
 from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
-from kvbench.measures import perplexity as measured
-from kvbench.measures.context import Bench
-from kvbench.measures.perplexity.windows import check_stream, perplexity, window_offsets
-from kvbench.measures.settings import Perplexity
+from kvbench.measures.context import RunContext
+from kvbench.measures.perplexity import Perplexity, check_stream
+from kvbench.measures.perplexity import windows as measured
+from kvbench.measures.perplexity.windows import score_windows
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
@@ -33,7 +33,7 @@ from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared.models import random_llama
-from tests.shared.text import bench_of, light, methods, rows_of, value
+from tests.shared.text import light, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 10
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
@@ -61,8 +61,8 @@ def settings(windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: i
     return Perplexity(context, tokens, windows, batch, **more)
 
 
-def bench(named: dict[str, Method], **more: Any) -> Bench:
-    return bench_of(MODEL, named, TEXT, **more)
+def bench(named: dict[str, Method], **more: Any) -> RunContext:
+    return run_context_of(MODEL, named, TEXT, **more)
 
 
 def plain_nll(model: Any, ids: Tensor, context: int) -> np.ndarray:
@@ -81,7 +81,7 @@ def stream_by_hand(method: Method, ids: Tensor) -> np.ndarray:
 
 
 def test_a_stream_of_the_full_cache_is_a_plain_forward() -> None:
-    rows = rows_of(perplexity(bench(methods("full")), settings(tokens=150, protocol="stream")))
+    rows = rows_of(score_windows(bench(methods("full")), settings(tokens=150, protocol="stream")))
     expected = plain_nll(MODEL, TEXT[:151], 1)
     assert value(rows, "full", "nll") == pytest.approx(expected.mean(), abs=1e-4)
     (row,) = (row for row in rows if row.metric == "nll")
@@ -98,7 +98,7 @@ def test_a_stream_through_sinks_and_a_window_is_attention_under_their_mask() -> 
     sinks, budget, length = 4, 12, 90
     rule = StreamingLLM(budget, n_sink=sinks, variant="absolute")
     named = methods("full") | {"sinks": Method("sinks", rule, DenseStore())}
-    rows = rows_of(perplexity(bench(named), settings(tokens=length, protocol="stream")))
+    rows = rows_of(score_windows(bench(named), settings(tokens=length, protocol="stream")))
     # A query sees what was kept before it (the budget) and itself.
     row, column = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = (column <= row) & ((column < sinks) | (column > row - 1 - (budget - sinks)))
@@ -114,7 +114,7 @@ def test_a_stream_through_sinks_and_a_window_is_attention_under_their_mask() -> 
 def test_a_stream_in_pieces_compares_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     named = methods("full", "h2o", "kivi", "streaming_llm")
     monkeypatch.setattr(measured, "PIECE", 7)
-    rows = rows_of(perplexity(bench(named), settings(tokens=60, windows=2, protocol="stream")))
+    rows = rows_of(score_windows(bench(named), settings(tokens=60, windows=2, protocol="stream")))
     full = np.stack([stream_by_hand(named["full"], TEXT[o : o + 61]) for o in (0, len(TEXT) - 61)])
     for name in ("h2o", "kivi", "streaming_llm"):
         other = np.stack([stream_by_hand(named[name], TEXT[o : o + 61]) for o in (0, len(TEXT) - 61)])
@@ -163,9 +163,9 @@ def test_twenty_thousand_tokens_in_constant_memory() -> None:
     length = 20_000
     model = random_llama(2, 1, 16, layers=1, dtype=torch.float32)
     text = torch.randint(97, (length + 1,), generator=torch.Generator().manual_seed(2))
-    here = bench_of(model, {"sinks": Method("sinks", StreamingLLM(64), DenseStore())}, text)
-    rows = rows_of(perplexity(here, settings(tokens=length, protocol="stream")))
-    short = rows_of(perplexity(here, settings(tokens=200, protocol="stream")))
+    here = run_context_of(model, {"sinks": Method("sinks", StreamingLLM(64), DenseStore())}, text)
+    rows = rows_of(score_windows(here, settings(tokens=length, protocol="stream")))
+    short = rows_of(score_windows(here, settings(tokens=200, protocol="stream")))
     assert value(rows, "sinks", "held_bytes") == value(short, "sinks", "held_bytes")
     assert value(rows, "sinks", "kept_tokens") == 64
     assert value(rows, "sinks", "positions_processed") == length
@@ -174,8 +174,8 @@ def test_twenty_thousand_tokens_in_constant_memory() -> None:
 
 def test_chunks_of_one_are_the_default() -> None:
     named = methods("full", "h2o", "kivi", "random", "recompute")
-    one = rows_of(perplexity(bench(named), settings(windows=2, protocol="chunked", chunk=1)))
-    plain = rows_of(perplexity(bench(named), settings(windows=2)))
+    one = rows_of(score_windows(bench(named), settings(windows=2, protocol="chunked", chunk=1)))
+    plain = rows_of(score_windows(bench(named), settings(windows=2)))
     assert [dataclasses.replace(row, protocol=None, note=None) for row in one] == [
         dataclasses.replace(row, protocol=None, note=None) for row in plain
     ]
@@ -186,7 +186,7 @@ def test_chunks_are_masked_attention_over_what_was_kept_before_each() -> None:
     sinks, budget, chunk, tokens = 2, 10, 4, 11
     rule = StreamingLLM(budget, n_sink=sinks, variant="absolute")
     named = methods("full") | {"sinks": Method("sinks", rule, DenseStore())}
-    rows = rows_of(perplexity(bench(named), settings(tokens=tokens, protocol="chunked", chunk=chunk)))
+    rows = rows_of(score_windows(bench(named), settings(tokens=tokens, protocol="chunked", chunk=chunk)))
     length = CONTEXT + tokens - 1
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     for t in range(CONTEXT, length):
@@ -200,7 +200,7 @@ def test_chunks_are_masked_attention_over_what_was_kept_before_each() -> None:
     assert value(rows, "sinks", "nll") == pytest.approx(expected.mean(), abs=1e-4)
     (row,) = (row for row in rows if row.method == "sinks" and row.metric == "nll")
     assert row.protocol == "chunked4" and row.note is not None and "approximate: blocks of 4 tokens" in row.note
-    full = rows_of(perplexity(bench(methods("full")), settings(tokens=tokens)))
+    full = rows_of(score_windows(bench(methods("full")), settings(tokens=tokens)))
     assert value(rows, "full", "nll") == pytest.approx(value(full, "full", "nll"), abs=1e-5)
 
 
@@ -209,13 +209,13 @@ def test_chunks_are_masked_attention_over_what_was_kept_before_each() -> None:
 
 def test_the_same_seed_gives_the_same_rows_bit_for_bit() -> None:
     named = methods("full", "h2o", "kivi", "random")
-    once, again = (rows_of(perplexity(bench(named), settings(windows=3))) for _ in range(2))
+    once, again = (rows_of(score_windows(bench(named), settings(windows=3))) for _ in range(2))
     assert once == again
 
 
 def test_the_order_of_methods_changes_nothing() -> None:
-    rows = rows_of(perplexity(bench(methods("full", "h2o", "kivi", "random")), settings(windows=3)))
-    turned = rows_of(perplexity(bench(methods("full", "random", "kivi", "h2o")), settings(windows=3)))
+    rows = rows_of(score_windows(bench(methods("full", "h2o", "kivi", "random")), settings(windows=3)))
+    turned = rows_of(score_windows(bench(methods("full", "random", "kivi", "h2o")), settings(windows=3)))
     assert {name: [r for r in turned if r.method == name] for name in ("full", "h2o", "kivi", "random")} == {
         name: [r for r in rows if r.method == name] for name in ("full", "h2o", "kivi", "random")
     }
@@ -223,11 +223,11 @@ def test_the_order_of_methods_changes_nothing() -> None:
 
 def test_the_order_of_samples_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     named = methods("full", "h2o", "kivi")
-    rows = rows_of(perplexity(bench(named), settings(windows=6, batch=2)))
-    offsets = window_offsets(len(TEXT), settings(windows=6))
+    rows = rows_of(score_windows(bench(named), settings(windows=6, batch=2)))
+    offsets = settings(windows=6).offsets(len(TEXT))
     shuffled = [offsets[i] for i in (3, 0, 5, 4, 1, 2)]
     monkeypatch.setattr(measured, "window_offsets", lambda *_: shuffled)
-    turned = rows_of(perplexity(bench(named), settings(windows=6, batch=2)))
+    turned = rows_of(score_windows(bench(named), settings(windows=6, batch=2)))
     assert [dataclasses.replace(row, stride=None) for row in turned] == [
         dataclasses.replace(row, stride=None) for row in rows
     ]

@@ -14,9 +14,9 @@ import torch
 
 from kvbench.cli.main import main
 from kvbench.errors import UserError
-from kvbench.measures.settings import Tasks
 from kvbench.measures.statistics import wilson
-from kvbench.measures.tasks.answers import tasks
+from kvbench.measures.tasks import Tasks
+from kvbench.measures.tasks.answers import answer_tasks
 from kvbench.texts import task_sets
 from kvbench.texts.answer_metrics import (
     ANSWER_TOKENS,
@@ -33,7 +33,7 @@ from kvbench.texts.answer_metrics import (
 from kvbench.texts.prompts import Template
 from kvbench.texts.task_sets import NAMES, Sample, check_tasks, encode, files_fingerprint, load_samples
 from tests.shared.models import random_llama
-from tests.shared.text import bench_of, character_tokenizer, light, methods, prose, rows_of, value
+from tests.shared.text import character_tokenizer, light, methods, prose, rows_of, run_context_of, value
 
 TOKENIZER = character_tokenizer()
 MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
@@ -244,8 +244,8 @@ def test_long_contexts_lose_their_middle() -> None:
 
 def test_every_method_answers_and_is_paired_with_the_full_cache(tmp_path: Path) -> None:
     write(tmp_path, "hotpotqa")
-    bench = bench_of(MODEL, methods("full", "h2o", "kivi"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
-    (finding,) = tasks(bench, settings(tmp_path, question=["after", "before"]))
+    bench = run_context_of(MODEL, methods("full", "h2o", "kivi"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
+    (finding,) = answer_tasks(bench, settings(tmp_path, question=["after", "before"]))
     assert {(row.protocol, row.question, row.n) for row in finding.rows} == {
         ("longbench/hotpotqa", "after", 3),
         ("longbench/hotpotqa", "before", 3),
@@ -268,9 +268,9 @@ def test_every_method_answers_and_is_paired_with_the_full_cache(tmp_path: Path) 
 
 def test_prompts_begin_with_bos_where_windows_do(tmp_path: Path) -> None:
     write(tmp_path, "hotpotqa")
-    bench = bench_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER, save_tokens=True)
-    (plain,) = tasks(bench, settings(tmp_path))
-    (begun,) = tasks(replace(bench, bos=7), settings(tmp_path))
+    bench = run_context_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER, save_tokens=True)
+    (plain,) = answer_tasks(bench, settings(tmp_path))
+    (begun,) = answer_tasks(replace(bench, bos=7), settings(tmp_path))
     for before, after in zip(plain.samples, begun.samples, strict=True):
         assert after["ids"][0] == 7 and len(after["ids"]) == len(before["ids"])
         assert after["ids"][1:60] == before["ids"][:59]
@@ -281,17 +281,17 @@ def test_a_task_that_full_fails_is_uninformative_and_more_than_full_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "hotpotqa", count=12)
-    bench = bench_of(MODEL, methods("full", "h2o"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
+    bench = run_context_of(MODEL, methods("full", "h2o"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
     asked = settings(tmp_path, samples=12)
     scores = iter([0.0] * 24)
     monkeypatch.setitem(task_sets.SCORES, "longbench", lambda *_: next(scores))
-    (finding,) = tasks(bench, asked)
+    (finding,) = answer_tasks(bench, asked)
     rates = {row.metric: row for row in finding.rows if row.method == "h2o"}
     for metric in ("score", "score_minus_full"):
         assert rates[metric].note == "uninformative: the full cache finds none of these"
     assert (rates["score"].low, rates["score"].high) == pytest.approx(wilson(0, 12))
     scores = iter([0.0, 1.0] * 6 + [1.0, 1.0] * 6)  # full, then h2o, prompt by prompt
-    (finding,) = tasks(bench, asked)
+    (finding,) = answer_tasks(bench, asked)
     rates = {row.metric: row for row in finding.rows if row.method == "h2o"}
     assert rates["score_minus_full"].value == 0.5
     assert rates["score_minus_full"].note == "better than full beyond the interval"
@@ -301,10 +301,10 @@ def test_a_task_that_full_fails_is_uninformative_and_more_than_full_is_said(
 def test_a_task_that_fails_leaves_the_next_alone(tmp_path: Path) -> None:
     write(tmp_path, "hotpotqa")
     write(tmp_path, "musique")
-    bench = bench_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
-    with bench.cell(bench.entries[0], "tasks", context=120, protocol="longbench/hotpotqa"):
+    bench = run_context_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
+    with bench.guarded(bench.methods[0], "tasks", context=120, protocol="longbench/hotpotqa"):
         raise RuntimeError("broken")
-    rows = rows_of(tasks(bench, settings(tmp_path, names=["hotpotqa", "musique"])))
+    rows = rows_of(answer_tasks(bench, settings(tmp_path, names=["hotpotqa", "musique"])))
     assert {row.protocol for row in rows} == {"longbench/musique"}
 
 

@@ -15,9 +15,10 @@ from kvbench.cache.build import Method, build_cache
 from kvbench.cache.decode import step
 from kvbench.cache.store import DenseStore
 from kvbench.cli.main import main
-from kvbench.measures.needle.answers import needle
-from kvbench.measures.perplexity.windows import perplexity
-from kvbench.measures.settings import Needle, Perplexity
+from kvbench.measures.needle import Needle
+from kvbench.measures.needle.answers import ask_needles
+from kvbench.measures.perplexity import Perplexity
+from kvbench.measures.perplexity.windows import score_windows
 from kvbench.methods.pyramid import Pyramid
 from kvbench.report.__main__ import main as report
 from kvbench.report.kept import _figure
@@ -26,7 +27,7 @@ from kvbench.results.kept_tokens import COUNTED, KEPT, Kept, read_kept, to_table
 from kvbench.results.row import KNOBS, Row
 from kvbench.texts.needle_tasks import TASKS
 from tests.shared.models import random_llama
-from tests.shared.text import bench_of, character_tokenizer, light, methods, prose
+from tests.shared.text import character_tokenizer, light, methods, prose, run_context_of
 
 TOKENIZER = character_tokenizer()
 TEXT = torch.tensor(TOKENIZER(prose(3_000))["input_ids"])
@@ -36,8 +37,8 @@ MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
 def test_perplexity_notes_what_each_head_holds_after_each_window() -> None:
     pyramid = Method("pyramid", Pyramid(budget=12, window=4), DenseStore())
     named = {**methods("full", "h2o"), "pyramid": pyramid, **methods("streaming_llm")}
-    bench = bench_of(MODEL, named, TEXT, TOKENIZER, save_kept=True)
-    list(perplexity(bench, Perplexity(context=60, tokens=9, windows=3, batch=2)))
+    bench = run_context_of(MODEL, named, TEXT, TOKENIZER, save_kept=True)
+    list(score_windows(bench, Perplexity(context=60, tokens=9, windows=3, batch=2)))
     assert [(kept.row.method, kept.sample) for kept in bench.kept] == [
         (name, sample) for batch in ([0, 1], [2]) for name in ("h2o", "pyramid", "streaming_llm") for sample in batch
     ]
@@ -53,10 +54,10 @@ def test_perplexity_notes_what_each_head_holds_after_each_window() -> None:
 
 
 def test_needle_notes_the_cache_at_the_end_of_the_answer() -> None:
-    bench = bench_of(MODEL, methods("full", "streaming_llm"), TEXT, TOKENIZER, save_kept=True, save_tokens=True)
-    (finding,) = needle(bench, Needle(lengths=[120], depths=[0.0, 0.5], samples=2, question=["after"], batch=4))
+    bench = run_context_of(MODEL, methods("full", "streaming_llm"), TEXT, TOKENIZER, save_kept=True, save_tokens=True)
+    (finding,) = ask_needles(bench, Needle(lengths=[120], depths=[0.0, 0.5], samples=2, question=["after"], batch=4))
     assert sorted(kept.sample for kept in bench.kept) == [0, 1, 2, 3]
-    budget = bench.entries[1].method.rule.tokens(120)
+    budget = bench.methods[1].method.rule.tokens(120)
     for kept in bench.kept:
         fed = 120 + len(finding.samples[kept.sample]["question_ids"]) + TASKS["single_number"].answer_tokens - 1
         expected = [*range(4), *range(fed - budget + 4, fed)]

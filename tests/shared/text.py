@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvbench.cache.build import Method
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
-from kvbench.measures.context import Bench, Entry, Finding
+from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -100,18 +100,18 @@ def loaded(model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
     )
 
 
-def bench_of(
+def run_context_of(
     model: PreTrainedModel, named: Mapping[str, Method], tokens: Tensor, tokenizer: Any = None, **settings: Any
-) -> Bench:
+) -> RunContext:
     """A bench with these methods, in this order: `full` must come first."""
     entries = []
     for label, method in named.items():
         store = "dense" if isinstance(method.store, DenseStore) else "kivi"
-        entries.append(Entry(method, label, Row(model="tiny", method=label, store=store)))
-    return Bench(loaded(model, tokenizer), entries, tokens, Progress(quiet=True), **settings)
+        entries.append(MethodRun(method, label, Row(model="tiny", method=label, store=store)))
+    return RunContext(loaded(model, tokenizer), entries, tokens, Progress(quiet=True), **settings)
 
 
-def rows_of(findings: Iterator[Finding]) -> list[Row]:
+def rows_of(findings: Iterator[Result]) -> list[Row]:
     return [row for finding in findings for row in finding.rows]
 
 

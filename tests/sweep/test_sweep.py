@@ -20,7 +20,8 @@ import pytest
 from kvbench.cli import status
 from kvbench.cli.main import main
 from kvbench.config import MethodConfig
-from kvbench.measures.settings import Latency, Perplexity
+from kvbench.measures.latency import Latency
+from kvbench.measures.perplexity import Perplexity
 from kvbench.results import claims
 from kvbench.results import folder as results
 from kvbench.results.claims import Claims, is_alive, this_process
@@ -134,7 +135,7 @@ def cell(part: Part, **changes: Any) -> Any:
 
 
 def test_a_key_knows_the_machine_only_where_time_or_memory_is_measured() -> None:
-    quality, timed = parts_of({"perplexity": Perplexity(32, 4, 2, 2), "latency": Latency([32], 4, 1)})
+    quality, timed = parts_of([Perplexity(32, 4, 2, 2), Latency([32], 4, 1)])
     here, there = (Facts("r", "f", "float32", name, "auto", 1) for name in ("this", "that"))
     assert here.key(cell(quality)) == there.key(cell(quality))
     assert here.key(cell(timed)) != there.key(cell(timed))
@@ -143,10 +144,10 @@ def test_a_key_knows_the_machine_only_where_time_or_memory_is_measured() -> None
 
 
 def test_cells_of_different_contexts_are_of_one_kind() -> None:
-    small, large, slope = parts_of({"latency": Latency([32, 48], 4, 1)})
+    small, large, slope = parts_of([Latency([32, 48], 4, 1)])
     assert cell(small).kind == cell(large).kind
     assert len({cell(part).id for part in (small, large, slope)}) == 3
-    (other,) = parts_of({"latency": Latency([32], 5, 1)})
+    (other,) = parts_of([Latency([32], 5, 1)])
     assert cell(other).kind != cell(small).kind
 
 

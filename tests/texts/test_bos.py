@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvbench.errors import UserError
-from kvbench.measures.perplexity.windows import perplexity
-from kvbench.measures.settings import Perplexity
+from kvbench.measures.perplexity import Perplexity
+from kvbench.measures.perplexity.windows import score_windows
 from kvbench.texts.load import bos_token, data_spec
 from tests.shared.models import random_llama
-from tests.shared.text import bench_of, light, methods, rows_of, value
+from tests.shared.text import light, methods, rows_of, run_context_of, value
 
 
 class Tokenizer:
@@ -47,9 +47,9 @@ def test_bos_takes_the_first_tokens_place_and_the_same_tokens_are_scored() -> No
     nll = {}
     with light():
         for bos in (None, 1):
-            bench = bench_of(model, methods("full"), text, bos=bos)
+            bench = run_context_of(model, methods("full"), text, bos=bos)
             assert bench.window(5, 4).tolist() == [8 if bos is None else 1, 9, 10, 11]
-            rows = rows_of(perplexity(bench, settings))
+            rows = rows_of(score_windows(bench, settings))
             nll[bos] = value(rows, "full", "nll")
             said = "no BOS added" if bos is None else "the first is BOS"
             assert all(said in (row.note or "") for row in rows if row.metric == "nll")

@@ -1,4 +1,4 @@
-"""Fidelity of free generation: how long a compressed cache says what the full cache says, and where it ends.
+"""Fidelity of greedy generation: tokens until a cache first differs from the full cache, and the length of its answer.
 
 Greedy, from the same prompts. `divergence_step` counts the tokens before the first that differs; an answer that never
 differs counts with its whole length, so the mean is one of steps cut off at the most that were generated. Two caches
@@ -66,7 +66,7 @@ def _answer(
     ids = context.windows(offsets, prompt)
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
-        # Past the natural end too: how long a cache runs must not depend on what it shares a batch with.
+        # Generated past the end token too: the steps of a cache must not depend on the other rows of its batch.
         said = generate(model, None, cache, settings.tokens).tolist()
         for i, tokens in enumerate(said):
             stop = next((t + 1 for t, token in enumerate(tokens) if token in ends), None)

@@ -1,4 +1,4 @@
-"""Latency: prefill, observation and compression apart, then decode ms a token over contexts and batches.
+"""Latency: prefill, observation and compression timed apart, then decode ms a token over contexts and batches.
 
 The caches of all methods are built from one record and decode in turns of 16 steps, so that a drift of the machine
 hits all alike. Every timed step is synchronised on both sides: TPOT is one step, on CUDA the replay of a captured
@@ -30,10 +30,10 @@ from kvbench.measures.statistics import bounds, median_interval, percentile_inte
 from kvbench.results.row import Row, with_flags
 
 ROUND = 16
-"""Steps that a method runs before the next one's turn."""
+"""Steps that a method runs before the next method's turn."""
 
 FIRST_CALL_TOKENS = 512
-"""Room of the caches that kernels are compiled with: enough for every part that a store can have."""
+"""Tokens of the caches that kernels are compiled with: enough for every part of a store."""
 
 RECOMPUTE_STEPS = 16
 """Without a cache every step costs a prefill: this many are timed, at most."""
@@ -185,7 +185,7 @@ def _build(
     timed: list[TimedMethod] = []
     record: PrefillRecord | None = None
     with context.guarded(context.methods, "latency", **where):
-        _first_calls(context, ids[:, :64], settings)  # what they cost is not the prompt's
+        _first_calls(context, ids[:, :64], settings)  # the cost of first calls is not counted as prefill
         record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods], on_host)
     for method in context.methods if record is not None else []:
         with context.guarded(method, "latency", **where):
@@ -205,7 +205,7 @@ def _first_calls(context: RunContext, ids: Tensor, settings: Latency) -> None:
         return
     record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods])
     for method in context.methods:
-        with suppress(Exception):  # what is wrong with a method is told by its own cell
+        with suppress(Exception):  # a method that fails here fails again in its own cell, which reports it
             cache = build_cache(context.loaded.model, method.method, record, FIRST_CALL_TOKENS, kernel=context.kernel)
             decoder_for(context.loaded.model, cache, settings.graph).feed(ids[:, :1])
 

@@ -20,7 +20,7 @@ FIXED = 16
 
 @dataclass(frozen=True)
 class Generation:
-    """The seconds at which each token of a batch stood, from the moment the cache was there.
+    """The times at which each token of a batch was known, in seconds after the cache was built.
 
     doubt: why its steps were no replays of a graph, where a graph was wanted. untimed: first intervals that no ITL
     counts, because a graph is captured in them. natural: tokens to the end of the last row's text, or to the most that
@@ -76,7 +76,7 @@ def _median(base: Row, metric: str, values: np.ndarray, note: str, seed: int) ->
 def generation(context: RunContext, settings: Latency, method: MethodRun, record: PrefillRecord) -> Generation:
     """Generate from a cache of the record's prompts: FIXED intervals, or until all rows end, `tokens_natural` at most.
 
-    A token stands when the host knows it: that is what a reader waits for, and what decides whether to go on.
+    A token is known when the host has read it, since a reader waits for it and the loop decides by it.
     """
     model, device, ends = context.loaded.model, record.ids.device, set(end_tokens(context.loaded))
     natural = stop = settings.tokens_natural

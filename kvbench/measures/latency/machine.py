@@ -1,4 +1,4 @@
-"""The machine beside a timing: its load, its clocks, and how fast it can read memory at all."""
+"""The machine while a timing was taken: load, clock rates and read bandwidth."""
 
 import os
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from kvbench.measures.out_of_memory import is_out_of_memory
 from kvbench.results import provenance
 
 READ_BYTES = 2**29
-"""More than caches of processors hold."""
+"""More bytes than processor caches hold."""
 PASSES = 4
 SLOW_CLOCK = 0.8
 """Share of the highest clock below which a core counts as throttled."""
 IDLE = 0x1
-"""What nvidia-smi's throttle bits say of a GPU that merely has nothing to do."""
+"""nvidia-smi's throttle bit of an idle GPU."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def machine_now(device: torch.device) -> Machine:
 
 
 def _gpu_now(device: torch.device, load_average: float) -> Machine:
-    # By UUID: the number that CUDA gives a card need not be nvidia-smi's.
+    # By UUID: CUDA and nvidia-smi may number the cards differently.
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     gpu = next((gpu for gpu in provenance.gpus() if gpu["uuid"].removeprefix("GPU-") == uuid), {})
     mhz = gpu.get("clock_sm_mhz", "")
@@ -75,7 +75,7 @@ def _read_bandwidth(device: torch.device, threads: int) -> float | None:
         return None
     read: Callable[[], object] = memory.sum
     if device.type == "cpu":
-        with suppress(CannotCompile):  # torch, where there is no compiler, adds up more slowly
+        with suppress(CannotCompile):  # without a compiler torch sums, more slowly
             function = load().kvbench_read
             function.argtypes, function.restype = (c_void_p, c_int64, c_int64), c_float
             read = partial(function, memory.data_ptr(), memory.numel(), threads)

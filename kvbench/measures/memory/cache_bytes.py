@@ -18,13 +18,13 @@ from kvbench.errors import UserError
 from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.memory import Memory
 from kvbench.measures.memory.peak import peak
-from kvbench.measures.subprocess_cell import can_have_children, in_fresh_process
+from kvbench.measures.subprocess_cell import can_have_children, in_subprocess
 from kvbench.models.load import ModelSpec, load_model
 from kvbench.progress import Progress
 from kvbench.results.row import MEMORY_PARTS, Row
 
 WARM_UP = 256
-"""Tokens of a prompt that nothing is measured on."""
+"""Tokens of the warm-up prompt."""
 
 
 def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
@@ -47,7 +47,7 @@ def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process of its own is given instead of a context. ids: the text that is fed."""
+    """What the subprocess gets instead of a run context. ids: the tokens of the text."""
 
     spec: ModelSpec
     method: MethodRun
@@ -67,7 +67,7 @@ class Reply:
 
 
 def _apart(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> list[Row]:
-    """`_measure` in a process of its own; its failures become the context's."""
+    """`_measure` in a subprocess; its failures go to the context's journal."""
     assert context.spec is not None
     request = Request(
         context.spec,
@@ -78,14 +78,14 @@ def _apart(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> 
         torch.get_num_threads(),
     )
     with _off_the_device(context):
-        reply = in_fresh_process(answer, request)
+        reply = in_subprocess(answer, request)
     context.journal.failures.extend(reply.failures)
     context.journal.tracebacks.extend(reply.tracebacks)
     return reply.rows
 
 
 def answer(request: Request) -> Reply:
-    """Load the model, measure, and tell: what runs in the process of its own."""
+    """Load the model and measure; runs in the subprocess."""
     torch.set_num_threads(request.threads)
     context = RunContext(
         load_model(request.spec), [request.method], torch.tensor(request.ids), Progress(quiet=True), request.kernel
@@ -100,7 +100,7 @@ def answer(request: Request) -> Reply:
 
 @contextmanager
 def _off_the_device(context: RunContext) -> Iterator[None]:
-    """A GPU need not hold the weights twice: this process's wait in the host's memory."""
+    """Move this process's weights to host memory meanwhile, so that a GPU does not hold them twice."""
     model, device = context.loaded.model, context.loaded.device
     if device.type != "cuda":
         yield
@@ -138,7 +138,7 @@ def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -
 
 
 def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -> Iterator[Row]:
-    """The same cache by formula and as the allocator has it, and what lies between, so that the three add up."""
+    """Bytes of the same cache by formula and by the allocator, and the spare bytes that explain the difference."""
     apart = sum(held.parts.get(part, 0) for part in ("positions", "scores", "state"))
     byte = replace(base, unit="bytes")
     yield replace(
@@ -164,7 +164,7 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
 
 
 def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
-    """What the first call of anything allocates for good must not count as the first method's."""
+    """Run a short prompt, so that one-time allocations are not counted for the first method."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
         record = prefill(context.loaded.model, ids[:, :-1], [method.method.rule])
         cache = build_cache(context.loaded.model, method.method, record, max_new_tokens=1, kernel=context.kernel)
@@ -226,6 +226,6 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
     if held.used:
         kept = sizes.growing * cache.kept_tokens + sizes.bounded + sizes.state
         found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / kept, "bits")]
-    if sizes.bounded or sizes.state:  # what of the full cache the methods have any say in
+    if sizes.bounded or sizes.state:  # the share of the full cache that methods can compress
         found.append(("compressible_share", sizes.growing_bytes / dense, "share"))
     return [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]

@@ -1,4 +1,4 @@
-"""The highest memory of a block of work."""
+"""Peak memory of a block of work."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ from kvbench.background import repeating
 
 @dataclass
 class Peak:
-    """Highest bytes during a phase, above what was there when it began, and how that was found out."""
+    """Highest bytes during a phase above those at its start, and how they were measured."""
 
     bytes: int = 0
     source: str = ""
@@ -48,7 +48,7 @@ def peak(device: torch.device) -> Iterator[Peak]:
 
 
 def _give_back_freed_memory() -> None:
-    """Freed memory that the C library keeps would be taken again unseen, and the peak come out too low."""
+    """Return freed memory that the C library keeps: reusing it would not show in the peak."""
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -45,11 +45,11 @@ class Needle(Measure):
     lengths: list[int] = setting([2048])
     depths: list[float] = setting([0.1, 0.5, 0.9], lowest=0, most=1)
     samples: int = setting(4, most=10_000)
-    tasks: list[NeedleTask] = setting(["single_number"])
     question: list[Literal["after", "before"]] = setting(["after"])
+    batch: int = setting(4, most=4096)
+    tasks: list[NeedleTask] = setting(["single_number"])
     template: Literal["base", "chat"] = "base"
     values: Literal["task", "number", "word", "uuid"] = "task"
-    batch: int = setting(4, most=4096)
 
     @property
     def size(self) -> int:

@@ -1,7 +1,7 @@
 """Retrieval: something hidden in a long text, asked for after (or before) the text has been compressed.
 
 Lengths are exact tokens of context, what is hidden included, the question not. What is hidden and asked for, and what
-counts as an answer, is `kvbench.texts.needle_tasks`'s business.
+counts as an answer: see `kvbench.texts.needle_tasks`.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import Answer, Answers, above_full, engagement, mean_over, spoken
+from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, engagement, mean_over
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -80,10 +80,10 @@ def _ask(
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
         engaged = cache.has_compressed
-        # Past the natural end too: what a cache holds afterwards must not depend on what it shares a batch with.
+        # Generated past the end token too: kept tokens must not depend on the other rows of the batch.
         tokens = generate(model, asked, cache, prompts[0].answer_tokens)
         for i, prompt, row in zip(indices, prompts, tokens.tolist(), strict=True):
-            text = spoken(context.loaded.tokenizer, row, ends)
+            text = answer_text(context.loaded.tokenizer, row, ends)
             answers[method.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
         context.save_kept_tokens(method, cache, indices, "needle", context=length, question=when)
 
@@ -91,7 +91,7 @@ def _ask(
 
 
 def score(prompt: Prompt, answer: str) -> float:
-    """What share of what was asked for came back."""
+    """Share of the hidden values that the answer holds."""
     if prompt.draft.first_number:
         return float(is_hit(answer, prompt.draft.references[0]))
     return recall(answer, prompt.draft.references)

@@ -1,4 +1,4 @@
-"""Paging: requests of different lengths in blocks of one pool, against one rectangle; then with shared prefixes.
+"""Paging: requests of different lengths in blocks of one pool, against one padded batch; then with shared prefixes.
 
 The requests begin with the same tokens. Each is admitted, then all decode in turns. Nothing is computed from a formula
 that could be counted: bytes are those of storages, positions those that went through the model.

@@ -1,4 +1,4 @@
-"""What a scored token is worth: its NLL, and how far the prediction is from the full cache's."""
+"""Scores of each token: its NLL, and the distance of the prediction from the full cache's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from kvbench.cache.forward import forward
 from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
-"""What needs the full cache's prediction of the same token."""
+"""Columns that compare with the full cache's prediction of the same token."""
 TOP = 5
 
 
@@ -70,7 +70,7 @@ class Scorer:
             self.done += 1
 
     def close(self, scores: Scores) -> None:
-        """Hand over what was scored, and what the cache had come to."""
+        """Add the scored columns, the kept tokens and the held bytes to `scores`."""
         found = {name: torch.stack(steps, dim=1) for name, steps in self.steps.items() if len(steps) == self.done}
         for name, column in found.items():
             scores.columns.setdefault(name, []).append(column)
@@ -80,13 +80,13 @@ class Scorer:
 
 
 def predictions(context: RunContext, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
-    """Logits [B, V] for each target in turn, and whether they were made after something had been compressed.
+    """Logits [B, V] for each target in turn, and whether the cache had been compressed before them.
 
     Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
     """
     model = context.loaded.model
     if isinstance(cache, PrefixCache):
-        # One forward over everything scores all targets; timing recompute is the latency measure's business.
+        # One forward over everything scores all targets; the latency measure times recompute.
         ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
         cache.positions_processed += ids.shape[1]
         for logits in forward(model, ids, None, targets.shape[1]).unbind(1):
@@ -104,15 +104,18 @@ def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
     """The full cache's log-probabilities [B, V] against a method's: `COMPARED`, each float64 [B].
 
     kl: KL(full || method) in nats, kl_reverse: KL(method || full). top1: 1 where both expect the same token first.
-    top5: share of the full cache's five likeliest tokens that are among the method's five.
+    top5: share of the full cache's five likeliest tokens that are among the method's five. All are NaN where either
+    has NaN among its logits: the largest of NaNs would agree with itself.
     """
     first, others = (x.topk(min(TOP, x.shape[-1]), dim=-1).indices for x in (log_p, log_q))
-    return {
+    undefined = log_p.isnan().any(-1) | log_q.isnan().any(-1)
+    found = {
         "kl": divergence(log_p, log_q),
         "kl_reverse": divergence(log_q, log_p),
         "top1": (log_p.argmax(-1) == log_q.argmax(-1)).double(),
         "top5": (first.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).double().mean(-1),
     }
+    return {name: value.masked_fill(undefined, torch.nan) for name, value in found.items()}
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:

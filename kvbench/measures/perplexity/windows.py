@@ -2,7 +2,7 @@
 
 A window is C tokens of context and T scored tokens. The context runs once; each method compresses it, then the scored
 tokens are fed one at a time, each attending over what the method has kept. The first is scored from the prompt's last
-logits, which no method has touched yet. A single forward pass would never touch a compressed cache.
+logits, before any compression. A single forward pass would never read a compressed cache.
 
 Two other protocols: `stream` starts from an empty cache and is as long as one likes, in the memory that the methods
 keep; `chunked` feeds blocks, whose tokens see each other before the method decides: faster, and an approximation.
@@ -89,7 +89,7 @@ def _after_prompt(
 def _stream(
     context: RunContext, settings: Perplexity, ids: Tensor, scores: dict[str, Scores], advance: Callable[[int], None]
 ) -> None:
-    """All methods piece by piece, so that nothing grows with the length but what a method keeps.
+    """All methods piece by piece, so that memory does not grow with the length of the stream.
 
     A cache of one token, which attends to nothing but itself, is what decoding from an empty cache has after one step.
     """
@@ -200,7 +200,7 @@ def _mean_rows(base: Row, metric: str, values: Tensor, seed: int) -> Iterator[Ro
     """The mean of values [W, T] with its interval, and what goes with it: ppl, or the samples that got worse."""
     units = units_of(values.numpy())
     mean, interval = units.mean, mean_interval(units, seed)
-    if UNITS[metric] == "share" and mean in (0, 1):  # nothing to draw, and no certainty
+    if UNITS[metric] == "share" and mean in (0, 1):  # a bootstrap of equal values has no width
         interval = wilson(round(mean * values.numel()), values.numel())
     here = replace(base, note=f"{base.note}; {units.text}")
     if not math.isfinite(mean):

@@ -16,7 +16,7 @@ from kvbench.cache.decode import generate
 from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import Answer, Answers, above_full, engagement, mean_over, spoken
+from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, engagement, mean_over
 from kvbench.measures.tasks import Tasks
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -81,7 +81,7 @@ def _ask(
     def answer(method: MethodRun, cache: AnyCache) -> None:
         engaged = cache.has_compressed
         said = generate(model, fed, cache, sample.answer_tokens, ends)[0].tolist()
-        text = spoken(context.loaded.tokenizer, said, ends)
+        text = answer_text(context.loaded.tokenizer, said, ends)
         score = SCORES[settings.set](name, text, sample.references, sample.classes)
         answers[method.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
 

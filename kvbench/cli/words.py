@@ -22,7 +22,7 @@ FLAGS = {
 """Hydra's flags that mean something here, and the values they take."""
 
 PACKS = ("methods", "none")
-INTEGER = re.compile(r"(?:^|(?<=[\[=,:{ ]))[+-]?\d{19,}(?=$|[\]}, ])")
+INTEGER = re.compile(r"""(?:^|(?<=[\[=,:{ ]))[+-]?\d{19,}(?=$|[\]}, "'])""")
 """A long whole number as a value, alone or in a list or mapping."""
 COMMANDS = ("fetch", "report", "plan", "check", "status", "harness")
 

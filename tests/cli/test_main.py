@@ -209,6 +209,25 @@ BAD = [
     (["data=essays", 'data.path="a=b.txt"'], "data.path=a=b.txt does not exist"),
     (["data=essays", "data.path=~/nowhere"], f"data.path={Path.home()}/nowhere does not exist"),
     (["experiment=null"], "experiment=null names nothing"),
+    # values of another kind
+    (["model=3"], "model=3 is unknown; choose from deepseek-v2-lite"),
+    (["method=3"], "method=3 is unknown; choose from adakv"),
+    (["store=2"], "store=2 is unknown"),
+    (["data=1"], "data=1 is unknown; choose from essays"),
+    (["experiment=3"], "experiment=3 is unknown; choose from architecture"),
+    (["compare=['method=3']"], "method=3 is unknown; choose from adakv"),
+    (["model={a: 1}"], "model={a: 1} is no name; choose from deepseek-v2-lite"),
+    (["hydra=3"], "hydra=3: Hydra's settings are set one by one"),
+    (["hydra.run.dir=/proc/x"], "type results_dir=/proc/x"),
+    (["method.rule=null"], "method.rule=None names no class; leave method.rule away"),
+    (["store.slots=3"], "store.slots=3 names no class"),
+    (["method.name=null"], "is no config with a name; type method=NAME"),
+    (["measure={a: 1}"], "measure={a: 1} is not a list; type measure='[fidelity]'"),
+    (["measure=[{a: 1}]"], "measure={'a': 1} is unknown; choose from fidelity"),
+    (["method.rule=[1]"], "method.rule"),
+    (["memory.tokens=99999999999999999999"], "memory.tokens=99999999999999999999 does not fit into 64 bits"),
+    (["memory.contexts=[32,-99999999999999999999]"], "memory.contexts=-99999999999999999999 does not fit into 64 bits"),
+    (["compare=['method=h2o budget=99999999999999999999']"], "compare=99999999999999999999 does not fit"),
     (["model.dtype=int8"], "model.dtype=int8 is not known"),
     (["model.random.num_attention_heads=5"], "not a multiple of the number of attention heads"),
 ]
@@ -275,6 +294,15 @@ def test_cfg_shows_the_settings_and_runs_nothing(capsys: pytest.CaptureFixture[s
         assert "budget: 16" in shown
         assert "kvbench.methods.h2o.H2O" in shown
     assert sorted(Path.cwd().rglob("*")) == []
+
+
+def test_a_key_whose_default_is_an_empty_mapping_takes_any_mapping(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "model.load_kwargs={device_map: auto}", "--cfg", "job"]) == 0
+    assert "load_kwargs:\n    device_map: auto\n" in capsys.readouterr().out
+    assert main(["model=hub", "model.random={model_type: llama}", "--cfg", "job"]) == 0
+    assert "random:\n    model_type: llama\n" in capsys.readouterr().out
+    slurm = "hydra.launcher.additional_parameters={mail-type: END}"
+    assert BUILT_IN.spelled([slurm, "memory={contexts: [3]}"]) == [f"++{slurm}", "memory={contexts: [3]}"]
 
 
 def test_flags_and_their_values_are_told_apart() -> None:

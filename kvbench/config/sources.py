@@ -139,12 +139,9 @@ class ConfigSources:
         composing.register(self._stored_root())
 
     def _stored_root(self) -> DictConfig:
-        """config.yaml with a root node for each measure. OmegaConf reads the yaml, as it reads every other file."""
-        root = OmegaConf.create(root_text())
-        assert isinstance(root, DictConfig)
-        for name, file in self.files(MEASURES).items():
-            root[name] = OmegaConf.create(file.read_text(encoding="utf-8"))
-        return root
+        """config.yaml with a root node for each measure."""
+        files = self.files(MEASURES).items()
+        return _root_of(root_text(), tuple((name, file.read_text(encoding="utf-8")) for name, file in files))
 
 
 BUILT_IN = ConfigSources()
@@ -269,6 +266,16 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{name} holds no settings; write KEY: VALUE lines")
     return {str(key): value for key, value in content.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _root_of(text: str, measures: tuple[tuple[str, str], ...]) -> DictConfig:
+    """The yaml text of a root, and the texts of its measures by name, as OmegaConf reads every other file."""
+    root = OmegaConf.create(text)
+    assert isinstance(root, DictConfig)
+    for name, content in measures:
+        root[name] = OmegaConf.create(content)
+    return root
 
 
 def built_in_root() -> dict[str, Any]:

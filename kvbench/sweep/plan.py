@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import ConfigSources, chosen_measures, method_configs
+from kvbench.config.composing import shared_compositions
 from kvbench.errors import UserError
 from kvbench.files import read_json, to_json, write_atomic
 from kvbench.measures.measure import Measure, read_measure
@@ -117,19 +118,20 @@ def plan_sweep(words: Sequence[str], sources: ConfigSources, command: list[str])
     cells: dict[str, Cell] = {}
     results: set[str] = set()
     rerun: str | None = None
-    for overrides in expand(words, sources):
-        config = sources.composed(overrides)
-        of_job = job_of(config, None)
-        results.add(str(of_job.results))
-        rerun = of_job.rerun
-        planned: dict[str, Any] = {"overrides": overrides, "cells": [], "refused": None}
-        try:
-            found = {cell.id: cell for cell in cells_of(config, [*sources.words, *overrides])}
-            cells |= found
-            planned["cells"] = list(found)
-        except UserError as error:
-            planned["refused"] = str(error)
-        jobs.append(planned)
+    with shared_compositions():
+        for overrides in expand(words, sources):
+            config = sources.composed(overrides)
+            of_job = job_of(config, None)
+            results.add(str(of_job.results))
+            rerun = of_job.rerun
+            planned: dict[str, Any] = {"overrides": overrides, "cells": [], "refused": None}
+            try:
+                found = {cell.id: cell for cell in cells_of(config, [*sources.words, *overrides])}
+                cells |= found
+                planned["cells"] = list(found)
+            except UserError as error:
+                planned["refused"] = str(error)
+            jobs.append(planned)
     if len(results) != 1:
         given = ", ".join(sorted(results))
         raise UserError(f"a sweep writes to one results folder, not to {given}; type one results_dir=")

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.singleton import Singleton
+from hydra.types import RunMode
 
 from kvbench import load_method
 from kvbench.check.__main__ import main as check
 from kvbench.cli.fetch_for import nodes_of
 from kvbench.cli.main import main
 from kvbench.cli.plan import main as plan
+from kvbench.config import ConfigSources
+from kvbench.config.composing import ROOT, own_hydra
 from kvbench.errors import UserError
 from kvbench.harness.__main__ import main as harness
 from kvbench.results.folder import find_runs, load
 from tests.shared.outside import forget_outside, write_outside
+from tests.shared.paths import ROOT as CHECKOUT
 from tests.shared.text import light
 
 TINY = ["data=random", "measure=[memory]", "memory.contexts=[32]", "memory.tokens=2", "memory.isolate=false"]
@@ -92,6 +102,35 @@ def test_a_sweep_over_a_setting_of_an_outside_measure(own: Path) -> None:
     runs = [load(folder) for folder in find_runs("results")]
     assert [set(run["method"]) for run in runs] == [{"full", "every", "knorm"}] * 2
     assert {int(context) for run in runs for context in run["context"]} == {32, 48}
+
+
+IN_A_JOB = """
+import pickle, sys
+import kvbench.config
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+
+instances, loader, master = pickle.load(sys.stdin.buffer)
+Singleton._instances = instances
+Plugins.instance()
+config = loader.load_sweep_config(master, ["method=every", "++every_stride=3", "entropy.context=7", "budget=9", "model=mine-tiny"])
+print(config.method.rule.stride, config.entropy.context, config.entropy.tokens, config.model.name, config.budget)
+"""
+
+
+def test_what_launchers_send_to_another_process_composes_there(own: Path) -> None:
+    """Launchers pickle Hydra's singletons, its config loader and the config of the sweep."""
+    sources = ConfigSources.of([f"--config-dir={own}"])
+    sources.register()
+    with own_hydra():
+        loader = GlobalHydra.instance().config_loader()
+        words = sources.words
+        master = loader.load_configuration(ROOT, words, RunMode.MULTIRUN)
+        instances = {kind: one for kind, one in Singleton.get_state()["instances"].items() if kind is ConfigStore}
+        sent = pickle.dumps((instances, loader, master))
+    command = [sys.executable, "-c", IN_A_JOB]
+    done = subprocess.run(command, input=sent, capture_output=True, env={**os.environ, "PYTHONPATH": str(CHECKOUT)})
+    assert done.stdout.decode() == "3 7 8 mine-tiny 9\n", done.stderr.decode()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbench.cache.decode import generate
     from kvbench.harness.adapter import KVBenchLM
     from kvbench.measures.measure import Measure
-    from kvbench.results.folder import load
+    from kvbench.results.loading import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,7 +49,7 @@ _HOMES = {
     "generate": "kvbench.cache.decode",
     "load_method": "kvbench.api",
     "load_model": "kvbench.api",
-    "load": "kvbench.results.folder",
+    "load": "kvbench.results.loading",
     "KVBenchLM": "kvbench.harness.adapter",
     "Measure": "kvbench.measures.measure",
 }

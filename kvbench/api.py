@@ -28,7 +28,7 @@ def load_method(entry: str, *, config_dir: str | Path | None = None, **knobs: An
     try:
         words = entry_overrides(entry, sources.knobs)
         words += [f"store={knobs.pop('store')}"] if knobs.get("store") is not None else []
-        given = {key: value for key, value in knobs.items() if value is not None}
+        given = _without_none(knobs)
         config = sources.composed([*words, *(f"{key}=null" for key in given if key in sources.knobs)])
         return instantiate(method_config(_with_values(config, given, sources), sources))
     except (HydraException, OmegaConfBaseException) as error:
@@ -38,19 +38,20 @@ def load_method(entry: str, *, config_dir: str | Path | None = None, **knobs: An
 def load_model(name: str = "smollm2-135m", *, config_dir: str | Path | None = None, **settings: Any) -> LoadedModel:
     """A model of `conf/model/` with settings of its node: `load_model("hub", id="Qwen/Qwen3-0.6B")`.
 
-    config_dir: a folder with models of your own (`config_dir/model/mine.yaml`). Raises UserError for what is missing,
-    damaged or unsupported.
+    config_dir: a folder with models of your own (`config_dir/model/mine.yaml`). Values are taken as they are, whatever
+    characters they hold. Raises UserError for an unknown name, and for what is missing, damaged or unsupported.
     """
     sources = _sources(config_dir)
     try:
-        node = sources.composed([f"model={name}"]).model
-        given = {key: value for key, value in settings.items() if value is not None}
-        plain = OmegaConf.to_container(_with_values(node, given, sources, "model."), resolve=True)
+        node = OmegaConf.to_container(sources.composed([f"model={name}"]).model, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise user_error(error, sources) from error
-    if not isinstance(plain, dict):
+    if not isinstance(node, dict):
         raise UserError(f"model={name} is no mapping of settings")
-    return load_spec(model_spec({str(key): value for key, value in plain.items()}))
+    if unknown := sorted(set(settings) - set(node)):
+        raise UserError(unknown_key(f"model.{unknown[0]}", sources))
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    return load_spec(model_spec({str(key): value for key, value in node.items()} | _without_none(given)))
 
 
 def _sources(config_dir: str | Path | None) -> ConfigSources:
@@ -58,10 +59,14 @@ def _sources(config_dir: str | Path | None) -> ConfigSources:
     return take_sources(words)[0] if words else BUILT_IN
 
 
-def _with_values(config: DictConfig, values: dict[str, Any], sources: ConfigSources, at: str = "") -> DictConfig:
+def _with_values(config: DictConfig, values: dict[str, Any], sources: ConfigSources) -> DictConfig:
     """The config with Python values in place of its own. Raises UserError for a key that it does not have."""
     for key, value in values.items():
         if key not in config:
-            raise UserError(unknown_key(f"{at}{key}", sources))
-        config[key] = str(value) if isinstance(value, Path) else value
+            raise UserError(unknown_key(key, sources))
+        config[key] = value
     return config
+
+
+def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store, scatter_rows
+from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store, scatter_rows
 from kvbench.kernels.parts import Dense, Part
 
 E4M3 = torch.float8_e4m3fn
@@ -26,7 +25,7 @@ class Fp8(Store):
     """
 
     @property
-    def fits_prompt(self) -> bool:
+    def static_scales(self) -> bool:
         return True
 
     def allocate(self, shape: SlotShape) -> "Fp8Slots":
@@ -64,10 +63,10 @@ class Fp8Slots(Slots):
         scatter_rows(self.keys.view(torch.uint8), slot, narrow(key, self.key_scale).view(torch.uint8))
         scatter_rows(self.values.view(torch.uint8), slot, narrow(value, self.value_scale).view(torch.uint8))
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         return scaled(query, self.key_scale)
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         return scaled(output, self.value_scale)
 
     @property

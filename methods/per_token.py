@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import Groups, check_groups, planned_groups
 from kvbench.cache.hadamard import hadamard
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
 
@@ -69,10 +68,10 @@ class PerTokenSlots(Slots):
         self.keys.overwrite(slot, self.turn(key))
         self.values.overwrite(slot, self.turn(value))
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         return self.turn(query)
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         return self.turn(output)  # the matrix is symmetric, its own inverse
 
     @property

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.codebook import CodedRows, packed_together
-from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import check_groups
 from kvbench.cache.hadamard import hadamard
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
 from kvbench.kernels.parts import Part
 
 WIDTHS = (4, 3)
@@ -61,10 +60,10 @@ class TurboSlots(Slots):
         self.keys.overwrite(slot, turn(key))
         self.values.overwrite(slot, turn(value))
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         return turn(query)
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         return turn_back(output)
 
     @property

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import KVCache, Layer
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.decode import step
 from kvbench.cache.graph import WARM_UP, CudaGraph, GraphDecoder

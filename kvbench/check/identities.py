@@ -147,7 +147,7 @@ def model_identities(trial: Trial, full: Method, unquantised: Method | None) -> 
 def method_identities(trial: Trial, subject: Subject, full: Method) -> Iterator[Verdict]:
     """What must hold for any keep rule in any store."""
     method = subject.make(None)
-    if method.rule.needs_ids:
+    if method.recomputes:
         return
     first, verdicts = followed(trial, subject)
     yield from verdicts

@@ -1,6 +1,7 @@
 """`python -m kvbench method=h2o budget=1000`: the command line. Imports no torch until there is something to run."""
 
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -13,15 +14,17 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.help_text import help_text
-from kvbench.cli.status import describe, survey
+from kvbench.cli.status import describe
 from kvbench.cli.words import check_words, sweep_words, without_pack
 from kvbench.config import ConfigSources, chosen_measures, method_configs, take_sources
 from kvbench.config.composing import ROOT
 from kvbench.config.error_lines import check_root, one_line
 from kvbench.config.sources import BUILT_IN, PACKAGE
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
-from kvbench.sweep.plan import LAUNCHER, Sweep, job_of, job_record, launcher_of, plan_sweep
+from kvbench.sweep.plan import check_hydra_folders, job_of, launcher_of, plan_sweep
+from kvbench.sweep.plan_files import LAUNCHER, Sweep, job_record
 from kvbench.sweep.signals import Terminated
+from kvbench.sweep.survey import survey
 from kvbench.sweep.watch import until_idle, wait_for_jobs
 
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
@@ -38,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(help_text(sources))
             return 0
         words = check_words(words, sources)
+        check_hydra_folders(words)
         if "-m" in words or "--multirun" in words:
             return run_sweep(words, sources)
         if launcher := launcher_of(words):
@@ -64,7 +68,7 @@ def run_sweep(arguments: list[str], sources: ConfigSources) -> int:
         sweep = plan_sweep(words, sources, ["python", *sys.orig_argv[1:]])
         if not any(word.startswith("hydra.sweep.dir=") for word in words):
             words.append(f"hydra.sweep.dir='{sweep.folder / LAUNCHER if launcher else scratch}'")
-        print(f"sweep: {sweep.folder}\nhow it goes: python -m kvbench.status {sweep.folder}", flush=True)
+        print(f"sweep: {sweep.folder}\nprogress: python -m kvbench.status {shlex.quote(str(sweep.folder))}", flush=True)
         try:
             with until_idle(sweep) if launcher else nullcontext():
                 run_hydra(words, sources, codes, sweep)
@@ -82,11 +86,13 @@ def run_sweep(arguments: list[str], sources: ConfigSources) -> int:
     if launcher and (rows := found.rows()):
         from rich.console import Console
 
-        from kvbench.report.tables import TerminalTable
+        from kvbench.report.tables.measure_tables import TerminalTable
+        from kvbench.results.loading import find_runs
+        from kvbench.results.recorded_config import read_config, recorded_headlines
 
-        Console().print(TerminalTable(rows))
+        Console().print(TerminalTable(rows, recorded_headlines(map(read_config, find_runs(sweep.folder)))))
     print(describe(found))
-    print(f"report: python -m kvbench.report {sweep.folder}")
+    print(f"report: python -m kvbench.report {shlex.quote(str(sweep.folder))}")
     return EXIT_SOME_FAILED if not found.complete else EXIT_USER_ERROR if found.refused else 0
 
 

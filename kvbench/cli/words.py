@@ -66,8 +66,6 @@ def check_override(word: str, sources: ConfigSources) -> None:
         raise UserError(f"'{word}' is not KEY=VALUE; type {advice}, for example")
     if key == "hydra":
         raise UserError(f"{word}: Hydra's settings are set one by one; type hydra/launcher=joblib, for example")
-    if key == "hydra.run.dir":
-        raise UserError(f"{word}: a run writes into its results folder; type results_dir={value or 'results'}")
     if key == "measure" and value.startswith("{"):
         raise UserError(f"{word} is not a list; type measure='[{next(iter(sources.files(MEASURES)))}]', for example")
     if large := next(filter(is_beyond_64_bits, INTEGER.findall(value)), None):

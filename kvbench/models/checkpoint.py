@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
 from kvbench.models.gguf import check_gguf, weights_files
 from kvbench.models.shape import LAYOUTS
 from kvbench.offline import fetch_command, fetched_folder
+
+POINTER = b"version https://git-lfs"
+BROKEN_PICKLE = ("PytorchStreamReader", "Ran out of input", "invalid load key", "npickl", "zip archive", "zip file")
+"""What torch says of a pytorch_model.bin that is not whole."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -47,7 +54,7 @@ class ModelSpec:
             return "random"
         if self.id is not None:
             return "hub"
-        return "gguf" if self.path is not None and self.path.endswith(".gguf") else "folder"
+        return "gguf" if self.path is not None and is_gguf(Path(self.path)) else "folder"
 
 
 def model_spec(node: Mapping[str, Any]) -> ModelSpec:
@@ -63,7 +70,8 @@ def model_spec(node: Mapping[str, Any]) -> ModelSpec:
     if source in ("id", "path"):
         given.pop("fetched", None)
     if source == "path":
-        name = Path(given["path"]).name.removesuffix(".gguf")
+        path = Path(given["path"])
+        name = path.stem if is_gguf(path) else path.name
     else:
         name = f"random-{given['random'].get('model_type')}" if source == "random" else given[source]
     return ModelSpec(**{"name": name, **given})
@@ -83,6 +91,12 @@ def check_keys(given: dict[str, Any]) -> None:
     heads = given.get("kv_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise UserError(f"model.kv_heads={heads!r} must be a whole number of at least 1")
+    for key in ("name", "id", "path", "fetched", "revision"):
+        if key in given and not isinstance(given[key], str | PurePath):
+            raise UserError(
+                f"model.{key} was read as the {type(given[key]).__name__} {given[key]!r}, and what was typed is lost: "
+                f"quote it, as in model.{key}='\"1.10\"'"
+            )
     for key in ("name", "id", "path", "fetched", "revision", "dtype", "device", "note", "mla"):
         if key in given:
             given[key] = str(given[key])
@@ -131,14 +145,29 @@ def checkpoint(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
             arguments["local_files_only"] = True
         return spec.id, arguments
     path = local_path(spec)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         check_gguf(path)
         return str(path.parent), arguments | {"gguf_file": path.name}
     if not (path / "config.json").is_file():
         raise UserError(f"{path} is no model folder: it has no config.json (model.path takes a folder or a .gguf file)")
     if not weights_files(path):
         raise UserError(f"{path} holds no weights: *.safetensors or pytorch_model*.bin must stand beside config.json")
+    for file in weights_files(path):
+        check_no_pointer(file)
     return str(path), arguments
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raise UserError for a weights file that is git-lfs's note of where the weights are."""
+    with file.open("rb") as opened:
+        start = opened.read(len(POINTER))
+    if start == POINTER:
+        raise UserError(f"{file} is a git-lfs pointer, not the weights: type git lfs pull in its folder")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file; the ending may be in capitals."""
+    return path.suffix.lower() == ".gguf"
 
 
 def local_path(spec: ModelSpec) -> Path:
@@ -147,9 +176,20 @@ def local_path(spec: ModelSpec) -> Path:
     path = Path(spec.path).expanduser()
     if not path.exists():
         raise UserError(f"model.path={spec.path} does not exist: give a model folder or a .gguf file")
-    if path.is_file() and path.suffix != ".gguf":
+    if path.is_file() and not is_gguf(path):
         raise UserError(f"model.path={spec.path} is a file but no .gguf: give a model folder or a .gguf file")
     return path
+
+
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, RuntimeError, EOFError)
+UNREADABLE += (ArithmeticError, AssertionError, UnpicklingError, BadZipFile)
+"""What transformers, torch and the hub raise on a checkpoint that they cannot read or build."""
+
+
+def out_of_memory() -> tuple[type[Exception], ...]:
+    """What is no fault of the checkpoint; nothing where torch was not imported."""
+    torch = sys.modules.get("torch")
+    return () if torch is None else (torch.OutOfMemoryError,)
 
 
 @contextmanager
@@ -158,12 +198,11 @@ def one_line_errors(spec: ModelSpec, part: str = "") -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    expected = (OSError, ValueError, TypeError, ImportError, KeyError, AttributeError)
     try:
         yield
-    except UserError:
+    except (UserError, *out_of_memory()):
         raise
-    except (*expected, StrictDataclassError, SafetensorError) as error:
+    except (*UNREADABLE, StrictDataclassError, SafetensorError) as error:
         given = f"model.id={spec.id}" if spec.id is not None else spec.name
         if spec.path is not None:
             given = f"model.path={spec.path}"
@@ -173,6 +212,12 @@ def one_line_errors(spec: ModelSpec, part: str = "") -> Iterator[None]:
 def advice(spec: ModelSpec, message: str) -> str:
     """What to do about a failed load, in one line; else the first 300 characters of what the library said."""
     text = " ".join(message.split())
+    if "mismatch" in text:
+        return (
+            f"its weights have other shapes than config.json says ({text[:200]}); give the config that belongs to them"
+        )
+    if any(sign in text for sign in BROKEN_PICKLE):
+        return f"its weights file is damaged or truncated ({text[:100]}); download it again"
     if "trust_remote_code" in text:
         return "it runs code of its own; if you trust it, add model.trust_remote_code=true"
     if "unexpected keyword argument" in text and spec.load_kwargs:

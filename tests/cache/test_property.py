@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kvbench.api import load_method
-from kvbench.cache.build import Method, _build_layer
+from kvbench.cache.build import Method, build_layer
+from kvbench.cache.plan import plan_layer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack, rotate_back
 from kvbench.cache.store import DenseStore, SlotShape
@@ -182,7 +183,8 @@ def check(case: Case) -> None:
     record = LayerRecord(case.layer, key, value, scoring, observed, turn)
     kernel = REFERENCE if exact else choose(torch.device("cpu"), torch.float32, "cpu")
     step, new = max(case.steps), sum(case.steps)
-    layer = _build_layer(record, case.layers, method, [turn] * case.layers, new, step, kernel)
+    plan = plan_layer(method, record, case.layers)
+    layer = build_layer(record, replace(plan, max_new_tokens=new, step=step, kernel=kernel, rotate_back=turn))
     # The slow one.
     rule, budget = method.rule, method.rule.layer_tokens(n, case.layer, case.layers)
     scores = rule.initial_scores(record)
@@ -269,15 +271,9 @@ def test_half_precision_keeps_what_float32_keeps_of_the_same_numbers(method: str
             prompt = [x[:, :, : case.prompt] for x in (query, key, value)]
             observed = {o: o.compute(prompt[0], prompt[1], scoring, turn) for o in rule.observations()}
             record = LayerRecord(case.layer, prompt[1], prompt[2], scoring, observed, turn)
-            layer = _build_layer(
-                record,
-                case.layers,
-                Method(method, rule, store),
-                [turn] * case.layers,
-                sum(case.steps),
-                max(case.steps),
-                REFERENCE,
-            )
+            plan = plan_layer(Method(method, rule, store), record, case.layers)
+            room = {"max_new_tokens": sum(case.steps), "step": max(case.steps)}
+            layer = build_layer(record, replace(plan, rotate_back=turn, **room))
             kept.append([layer.kept_positions().tolist()])
             at = case.prompt
             for q in case.steps:

@@ -9,10 +9,10 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule
@@ -55,7 +55,7 @@ def rules() -> Iterator[tuple[str, KeepRule]]:
                 method = instantiate(method_config(compose("config", [f"method={name}", budget])))
             except InstantiationException:  # it takes no budget, or needs one
                 continue
-            if not method.rule.needs_ids and not method.rule.ragged_heads:
+            if not method.recomputes and not method.rule.ragged_heads:
                 yield name, method.rule
 
 

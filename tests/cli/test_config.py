@@ -21,12 +21,11 @@ from kvbench.config import (
     entry_overrides,
     method_configs,
 )
-from kvbench.config.composing import shared_compositions
 from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.measures.measure import read_measure
 from kvbench.measures.memory import Memory
-from kvbench.results.folder import resume_key
+from kvbench.results.resume_key import resume_key
 from kvbench.results.row import COLUMNS
 from kvbench.sweep.plan import measures_of
 
@@ -221,15 +220,6 @@ def test_bits_that_agree_with_the_name_are_no_contradiction() -> None:
 def test_a_setting_that_no_method_has_is_refused_in_every_entry() -> None:
     with pytest.raises(HydraException, match="recent"):
         found("compare=[h2o,streaming_llm]", "budget=16", "method.rule.recent=3")
-
-
-def test_configs_that_share_their_composition_equal_those_composed_alone() -> None:
-    variants = [["method=h2o", f"budget={budget}", "window=null"] for budget in ("16", "0.25", "null")]
-    variants += [["store=kivi", "bits=2"], ["experiment=first_light", "budget=64", "variant=mean"]]
-    alone = [compose(*words) for words in variants]
-    with shared_compositions():
-        shared = [compose(*words) for words in variants for _ in range(2)]
-    assert shared[::2] == shared[1::2] == alone
 
 
 # presets, sweeps, measures

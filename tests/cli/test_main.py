@@ -21,7 +21,8 @@ from kvbench.config import GROUPS, KNOBS, OTHER_KNOBS
 from kvbench.config.error_lines import unknown_key
 from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
+from kvbench.results.run_files import read_status
 from tests.shared.paths import ROOT
 from tests.shared.text import light
 
@@ -218,7 +219,7 @@ BAD = [
     (["compare=['method=3']"], "method=3 is unknown; choose from adakv"),
     (["model={a: 1}"], "model={a: 1} is no name; choose from deepseek-v2-lite"),
     (["hydra=3"], "hydra=3: Hydra's settings are set one by one"),
-    (["hydra.run.dir=/proc/x"], "type results_dir=/proc/x"),
+    (["hydra.run.dir=/proc/x"], "hydra.run.dir '/proc/x' cannot be written"),
     (["method.rule=null"], "method.rule=None names no class; leave method.rule away"),
     (["store.slots=3"], "store.slots=3 names no class"),
     (["method.name=null"], "is no config with a name; type method=NAME"),

@@ -29,9 +29,10 @@ from kvbench.harness.adapter import KVBenchLM, cut_at, generation_of
 from kvbench.harness.evaluate import rows_of
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.report.__main__ import main as report
-from kvbench.report.findings import find_all
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.report.compare.warnings import find_warnings
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
+from kvbench.results.run_files import read_status
 
 CONTEXT, CONTINUATION = prose(60), " and so it went on"
 
@@ -355,6 +356,6 @@ def test_scores_above_full_are_doubted_and_those_of_a_blind_full_cache_are_uninf
     rows = list(rows_of(Row(method="h2o"), found_of([0.0] * 4), full, is_baseline=False))
     assert {row.note for row in (blind, *rows)} == {"uninformative: the full cache finds none of these"}
     assert rows[1].value == 0 and rows[1].low is not None and rows[1].low < 0  # four pairs prove little
-    told = find_all([replace(blind, measure="harness")])
+    told = find_warnings([replace(blind, measure="harness")])
     same = [finding.text for finding in told if finding.kind == "uninformative"]
-    assert same == ["t: the full cache itself scores 0, which says nothing of compression"]
+    assert same == ["t: the full cache itself scores 0, so a method's score says nothing about compression"]

@@ -311,9 +311,9 @@ SPEC = ModelSpec(
 def test_a_fresh_process_measures_the_same_and_nothing_that_was_there_before() -> None:
     """Bytes are the same to the byte. A hundred megabytes that this process has used and freed are nobody's peak."""
     here = bench(methods("full", "h2o", "kivi", budget=10))
-    here.loaded = load_model(SPEC)
+    here = replace(here, loaded=load_model(SPEC))
     inside = rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS, isolate=False)))
-    here.spec = SPEC
+    here = replace(here, spec=SPEC)
     apart = rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS)))
     assert [(row.method, row.metric) for row in apart] == [(row.method, row.metric) for row in inside]
     for a, b in zip(apart, inside, strict=True):
@@ -335,7 +335,7 @@ def test_a_fresh_process_measures_the_same_and_nothing_that_was_there_before() -
 def test_whatever_a_process_of_its_own_dies_of_is_a_row(how: str, status: str, note: str) -> None:
     broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 2), DenseStore())}
     here = bench(broken | methods("h2o"))
-    here.spec = SPEC
+    here = replace(here, spec=SPEC)
     found = rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS)))
     assert {row.method for row in found} == {"h2o"}
     ((label, row),) = here.journal.failures

@@ -27,6 +27,7 @@ from kvbench.measures.needle import answers as measured
 from kvbench.measures.needle.answers import ask_needles
 from kvbench.measures.statistics import wilson
 from kvbench.models.load import LoadedModel
+from kvbench.results.row import flags_of
 from kvbench.texts.needle_tasks import TASKS, Draft, Words, is_hit, recall
 from kvbench.texts.prompts import Maker, Prompt, check_prompts, make_prompts, template_of
 from tests.shared.models import random_llama
@@ -254,7 +255,7 @@ def test_full_that_finds_nothing_makes_a_cell_uninformative(monkeypatch: pytest.
     assert value(rows, "full", "hit_rate", depth=None) == 0
     assert value(rows, "h2o", "hit_rate", depth=None) == 1
     rates = [row for row in rows if row.metric == "hit_rate"]
-    assert all(row.note is not None and row.note.startswith("uninformative") for row in rates)
+    assert all(flags_of(row) == {"uninformative"} for row in rates)
     threshold = -torch.inf  # the full cache finds all
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(batch=1)))
     assert value(rows, "full", "hits", depth=None) == 6
@@ -295,7 +296,7 @@ def test_prompts_that_were_checked_are_not_made_again(monkeypatch: pytest.Monkey
     made = check_prompts(TOKENIZER, TEXT, 0, asked, None)
     plain = rows_of(ask_needles(bench(methods("full", "h2o")), asked))
     monkeypatch.setattr(measured, "make_prompts", None)
-    assert rows_of(ask_needles(bench(methods("full", "h2o"), prompts=made), asked)) == plain
+    assert rows_of(ask_needles(bench(methods("full", "h2o"), prepared={"needle": made}), asked)) == plain
 
 
 def test_bos_counts_as_a_token_of_the_length() -> None:
@@ -319,8 +320,8 @@ def test_finding_more_than_the_full_cache_is_said(monkeypatch: pytest.MonkeyPatc
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(samples=4, batch=4)))
     (pooled,) = (row for row in rows if row.metric == "hit_rate_minus_full" and row.depth is None)
     assert pooled.value is not None and pooled.value > 0 and pooled.low is not None and pooled.low > 0
-    assert pooled.note == "better than full beyond the interval"
-    assert all(row.note is None for row in rows if row.metric == "hit_rate")
+    assert flags_of(pooled) == {"better_than_full"}
+    assert all(row.flags is None for row in rows if row.metric == "hit_rate")
 
 
 # failures

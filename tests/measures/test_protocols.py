@@ -147,7 +147,7 @@ def test_a_scale_fixed_by_a_prompt_of_one_token_is_refused(of: Callable[[], Stor
         store = of()
     except UserError as error:  # an older transformers has no such cache
         pytest.skip(str(error))
-    with pytest.raises(UserError, match="fixes its scale by the prompt and a stream has none"):
+    with pytest.raises(UserError, match="takes its scale from the prompt and a stream has none"):
         check_stream(Method("some", Full(), store))
     check_stream(Method("some", Full(), PagedStore(PerToken())))
 
@@ -226,7 +226,7 @@ def test_the_order_of_samples_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     rows = rows_of(score_windows(bench(named), settings(windows=6, batch=2)))
     offsets = settings(windows=6).offsets(len(TEXT))
     shuffled = [offsets[i] for i in (3, 0, 5, 4, 1, 2)]
-    monkeypatch.setattr(measured, "window_offsets", lambda *_: shuffled)
+    monkeypatch.setattr(Perplexity, "offsets", lambda *_: shuffled)
     turned = rows_of(score_windows(bench(named), settings(windows=6, batch=2)))
     assert [dataclasses.replace(row, stride=None) for row in turned] == [
         dataclasses.replace(row, stride=None) for row in rows

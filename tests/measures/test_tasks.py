@@ -17,6 +17,7 @@ from kvbench.errors import UserError
 from kvbench.measures.statistics import wilson
 from kvbench.measures.tasks import Tasks
 from kvbench.measures.tasks.answers import answer_tasks
+from kvbench.results.row import flags_of
 from kvbench.texts import task_sets
 from kvbench.texts.answer_metrics import (
     ANSWER_TOKENS,
@@ -288,14 +289,14 @@ def test_a_task_that_full_fails_is_uninformative_and_more_than_full_is_said(
     (finding,) = answer_tasks(bench, asked)
     rates = {row.metric: row for row in finding.rows if row.method == "h2o"}
     for metric in ("score", "score_minus_full"):
-        assert rates[metric].note == "uninformative: the full cache finds none of these"
+        assert flags_of(rates[metric]) == {"uninformative"}
     assert (rates["score"].low, rates["score"].high) == pytest.approx(wilson(0, 12))
     scores = iter([0.0, 1.0] * 6 + [1.0, 1.0] * 6)  # full, then h2o, prompt by prompt
     (finding,) = answer_tasks(bench, asked)
     rates = {row.metric: row for row in finding.rows if row.method == "h2o"}
     assert rates["score_minus_full"].value == 0.5
-    assert rates["score_minus_full"].note == "better than full beyond the interval"
-    assert rates["score"].note is None
+    assert flags_of(rates["score_minus_full"]) == {"better_than_full"}
+    assert rates["score"].flags is None
 
 
 def test_a_task_that_fails_leaves_the_next_alone(tmp_path: Path) -> None:

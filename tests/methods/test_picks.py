@@ -1,12 +1,14 @@
 """The rules that pick by window, norm, direction or lag, against loops over tokens written from their definitions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kvbench.cache.build import Method, _build_layer
+from kvbench.cache.build import Method, build_layer
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.plan import plan_layer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KeepRule, keep_best, lowest
 from kvbench.cache.store import DenseStore, Store
@@ -38,7 +40,8 @@ def layer_of(rule: KeepRule, query, key, value, store: Store | None = None, new=
     scoring = Scoring(SCALING)
     observed = {o: o.compute(query, key, scoring) for o in rule.observations()}
     record = LayerRecord(index, key, value, scoring, observed)
-    return _build_layer(record, layers, Method("m", rule, store or DenseStore()), [None] * layers, new, 1)
+    plan = plan_layer(Method("m", rule, store or DenseStore()), record, layers)
+    return build_layer(record, replace(plan, max_new_tokens=new))
 
 
 def probability(query, key, b: int, head: int, row: int, kept: list[int]) -> dict[int, float]:

@@ -21,9 +21,9 @@ from kvbench.measures.perplexity import Perplexity
 from kvbench.measures.perplexity.windows import score_windows
 from kvbench.methods.pyramid import Pyramid
 from kvbench.report.__main__ import main as report
-from kvbench.report.kept import _figure
-from kvbench.results.folder import find_runs
+from kvbench.report.figures.kept_tokens import _figure
 from kvbench.results.kept_tokens import COUNTED, KEPT, Kept, read_kept, to_table
+from kvbench.results.loading import find_runs
 from kvbench.results.row import KNOBS, Row
 from kvbench.texts.needle_tasks import TASKS
 from tests.shared.models import random_llama

@@ -15,8 +15,8 @@ from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.measures.perplexity import Perplexity
 from kvbench.report.__main__ import main as report
-from kvbench.report.published import Published, published_of, published_table
-from kvbench.results.folder import find_runs, load
+from kvbench.report.tables.published import Published, published_of, published_table
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
 from kvbench.sweep.plan import measures_of
 from tests.shared.text import light

@@ -58,10 +58,10 @@ class Reading:
             self.twin.settle()
 
     def turned(self, query: Tensor) -> Tensor:
-        return query if self.twin is None else self.twin.turn_query(query)
+        return query if self.twin is None else self.twin.transform_query(query)
 
     def back(self, output: Tensor) -> Tensor:
-        return output if self.twin is None else self.twin.turn_back(output)
+        return output if self.twin is None else self.twin.restore_output(output)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, n, D], as `turned` queries and `back` outputs expect them."""

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.decode import step
 from kvbench.cache.rotary import key_rotations

@@ -25,7 +25,7 @@ from kvbench.config import ConfigSources
 from kvbench.config.composing import ROOT, own_hydra
 from kvbench.errors import UserError
 from kvbench.harness.__main__ import main as harness
-from kvbench.results.folder import find_runs, load
+from kvbench.results.loading import find_runs, load
 from tests.shared.outside import forget_outside, write_outside
 from tests.shared.paths import ROOT as CHECKOUT
 from tests.shared.text import light
@@ -113,7 +113,8 @@ from hydra.core.singleton import Singleton
 instances, loader, master = pickle.load(sys.stdin.buffer)
 Singleton._instances = instances
 Plugins.instance()
-config = loader.load_sweep_config(master, ["method=every", "++every_stride=3", "entropy.context=7", "budget=9", "model=mine-tiny"])
+words = ["method=every", "++every_stride=3", "entropy.context=7", "budget=9", "model=mine-tiny"]
+config = loader.load_sweep_config(master, words)
 print(config.method.rule.stride, config.entropy.context, config.entropy.tokens, config.model.name, config.budget)
 """
 

@@ -40,7 +40,9 @@ def kvbench(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
     if "--help" in words:
         assert main(words) == 0
         return
-    settings = [word for word in without_pack(check_words(words, BUILT_IN)) if "=" in word and not word.startswith("hydra")]
+    settings = [
+        word for word in without_pack(check_words(words, BUILT_IN)) if "=" in word and not word.startswith("hydra")
+    ]
     settings = [word if "[" in word else re.sub(r"=([\w.]+),.*", r"=\1", word) for word in settings]
     config = BUILT_IN.composed(settings)
     assert method_configs(config, settings)[0].is_baseline

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from tests.docs.pages import files
 
 FILES = files("docs/extending.md", "")

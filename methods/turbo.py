@@ -1,4 +1,4 @@
-"""TurboQuant's kind of store: a random rotation, one norm a vector, and a codebook made for normal numbers."""
+"""TurboQuant: a random rotation, one norm per vector, and a codebook for normally distributed numbers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Turbo(Store):
     """TurboQuant (Zandieh et al., 2025, arXiv:2504.19874), the variant that minimises the mean squared error.
 
     A key or value x of D channels is rotated at random (random signs, then a Hadamard matrix). Each coordinate of
-    sqrt(D) x / |x| is then close to a standard normal number, whatever x was, and is held as the number of the nearest
-    level of the Lloyd-Max codebook for a standard normal; |x| / sqrt(D) is held in 16 bits. No group has a scale or
-    a minimum of its own. Bits a value: bits + 16 / D. Single slots can be overwritten.
+    sqrt(D) x / |x| is then close to a standard normal number for any x. It is held as the index of the nearest level of
+    the Lloyd-Max codebook for standard normal numbers, and |x| / sqrt(D) is held in 16 bits. Groups have no scale or
+    minimum. Bits per value: bits + 16 / D. Single slots can be overwritten.
     """
 
     k_bits: int = 4

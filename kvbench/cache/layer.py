@@ -10,7 +10,7 @@ from kvbench.cache.counters import Counters
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.plan import LayerPlan
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, lowest
+from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer, Slots
 from kvbench.kernels.parts import Part
@@ -118,7 +118,7 @@ class SlotLayer(EngineLayer):
                 self.position[..., behind] = self._new_positions(start + reused, start + q)
             self.slots.append(key[:, :, reused:], value[:, :, reused:])
             if self.scores is not None:
-                self.scores[..., behind] = fresh_scores(self.rule, key[:, :, reused:], value[:, :, reused:])
+                self.scores[..., behind] = self.rule.fresh_scores(key[:, :, reused:], value[:, :, reused:])
         return self, self
 
     def _new_positions(self, first: int, stop: int) -> Tensor:
@@ -142,7 +142,7 @@ class SlotLayer(EngineLayer):
         write(slot, key, value)
         if self.scores is not None:
             fresh = self.scores.new_empty(slot.shape)
-            fresh[:] = fresh_scores(self.rule, key, value)
+            fresh[:] = self.rule.fresh_scores(key, value)
             self.scores.scatter_(-1, slot, fresh)
 
     def check_room(self, q: int) -> None:
@@ -246,11 +246,6 @@ def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
     if index.shape[2] == tensor.shape[2]:
         return tensor
     return tensor.gather(2, index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1]))
-
-
-def fresh_scores(rule: KeepRule, key: Tensor, value: Tensor) -> Tensor | float:
-    """The rule's scores of new tokens, float32 [B, Hkv, q]; the only call of that hook."""
-    return rule.fresh_scores(key)
 
 
 def free_slots(lead: tuple[int, ...], plan: LayerPlan, device: torch.device) -> Tensor:

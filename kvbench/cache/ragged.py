@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.cache.counters import Counters
-from kvbench.cache.layer import ascending, free_slots, fresh_scores, push
+from kvbench.cache.layer import ascending, free_slots, push
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.plan import LayerPlan
 from kvbench.cache.pool import Pool, blocks_for
@@ -102,7 +102,7 @@ class RaggedLayer(EngineLayer):
         self.position.scatter_(0, rows.flatten(), position.expand(rows.shape).flatten())
         if self.scores is not None:
             new = self.scores.new_empty(rows.shape)
-            new[:] = fresh_scores(self.rule, key, value)
+            new[:] = self.rule.fresh_scores(key, value)
             self.scores.scatter_(0, rows.flatten(), new.flatten())
 
     def check_room(self, q: int) -> None:

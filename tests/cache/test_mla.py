@@ -35,7 +35,7 @@ from kvbench.cache.store import DenseStore, SlotShape, Store
 from kvbench.check.__main__ import main as check
 from kvbench.cli.main import main
 from kvbench.errors import UserError
-from kvbench.kernels.cpu import pack_parts
+from kvbench.kernels.cpu_parts import pack_parts
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff

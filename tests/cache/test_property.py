@@ -57,6 +57,8 @@ SMALL = {
     "combine": ("sum", "mean", "max"),
     "variant": ("in_cache", "absolute"),
     "group_size": (8, 16),
+    "protect_first": (None, None, 3),
+    "protect_last": (None, None, 4),
 }
 
 

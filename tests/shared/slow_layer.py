@@ -132,7 +132,7 @@ class SlowLayer:
         self.alive = torch.cat([self.alive, torch.ones_like(new, dtype=torch.bool)], -1)
         if self.scores is not None:
             fresh = torch.zeros(new.shape, dtype=torch.float64)
-            fresh[:] = self.rule.fresh_scores(key)
+            fresh[:] = self.rule.fresh_scores(key, value)
             self.scores = torch.cat([self.scores, fresh], -1)
         probabilities, output = self._attend(tokens, rows, evicted)
         self.seen += q

@@ -21,7 +21,7 @@ from kvbench.cache.plan import plan_layer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack, rotate_back
 from kvbench.cache.store import DenseStore, SlotShape
-from kvbench.cli.messages import names
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, choose
 from kvbench.kernels.prefill import Scoring
@@ -37,12 +37,12 @@ LEFT_OUT_METHODS = {
     "adakv": "its heads keep unequally many tokens: tests/methods/test_adakv.py",
 }
 LEFT_OUT_STORES = {"lowrank": "needs a whole model's eigenvectors: tests/methods/test_lowrank.py"}
-for stock in (name for name in names("store") if name.startswith("hf_")):
+for stock in (name for name in BUILT_IN.names("store") if name.startswith("hf_")):
     LEFT_OUT_METHODS[stock] = LEFT_OUT_STORES[stock] = (
         "a cache of transformers' own, not of slots: tests/cache/test_stock.py"
     )
-METHODS = [name for name in names("method") if name not in LEFT_OUT_METHODS]
-STORES = [name for name in names("store") if name not in LEFT_OUT_STORES]
+METHODS = [name for name in BUILT_IN.names("method") if name not in LEFT_OUT_METHODS]
+STORES = [name for name in BUILT_IN.names("store") if name not in LEFT_OUT_STORES]
 
 # Settings that papers give for thousands of tokens, small enough for prompts of some dozens.
 SMALL = {
@@ -295,5 +295,7 @@ def test_cases_reach_every_store_and_every_kind_of_step() -> None:
 
 
 def test_what_is_left_out_exists_and_says_why() -> None:
-    assert set(LEFT_OUT_METHODS) <= set(names("method")) and set(LEFT_OUT_STORES) <= set(names("store"))
+    assert set(LEFT_OUT_METHODS) <= set(BUILT_IN.names("method")) and set(LEFT_OUT_STORES) <= set(
+        BUILT_IN.names("store")
+    )
     assert all(LEFT_OUT_METHODS.values()) and all(LEFT_OUT_STORES.values())

@@ -11,13 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from kvbench.cli.fetch_for import nodes_of
-from kvbench.cli.main import check_words, main, without_pack
+from kvbench.cli.main import main
 from kvbench.cli.plan import main as plan
 from kvbench.cli.status import main as status
-from kvbench.config import check_measures, method_configs
+from kvbench.cli.words import check_words, without_pack
+from kvbench.config import chosen_measures, method_configs
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_SOME_FAILED
 from kvbench.harness.__main__ import spelled
 from kvbench.harness.settings import read_asked
@@ -39,12 +40,13 @@ def kvbench(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
     if "--help" in words:
         assert main(words) == 0
         return
-    settings = [word for word in without_pack(check_words(words)) if "=" in word and not word.startswith("hydra")]
+    settings = [
+        word for word in without_pack(check_words(words, BUILT_IN)) if "=" in word and not word.startswith("hydra")
+    ]
     settings = [word if "[" in word else re.sub(r"=([\w.]+),.*", r"=\1", word) for word in settings]
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        config = compose("config", settings)
-        assert method_configs(config, settings)[0].is_baseline
-    check_measures(config.measure)
+    config = BUILT_IN.composed(settings)
+    assert method_configs(config, settings)[0].is_baseline
+    chosen_measures(config)
 
 
 def kvbench_report(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -87,11 +89,9 @@ def kvbench_fetch(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> 
 
 
 def kvbench_harness(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        own = set(compose("config").harness)
-        settings = [spelled(word, own) for word in words]
-        config = compose("config", settings)
-        assert method_configs(config, settings)[0].is_baseline
+    settings = [spelled(word, BUILT_IN) for word in words]
+    config = BUILT_IN.composed(settings)
+    assert method_configs(config, settings)[0].is_baseline
     assert read_asked(config.harness).tasks
 
 

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from kvbench import composing
-from kvbench.composing import composed, shared_compositions
-from kvbench.config import PLAIN_KEYS
+from kvbench.config import composing
+from kvbench.config.composing import shared_compositions
+from kvbench.config.sources import BUILT_IN
 from kvbench.sweep.plan import plan_sweep
 
 WORDS = [
@@ -30,28 +30,27 @@ WORDS = [
 
 
 def test_shared_compositions_equal_hydras_own() -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"), shared_compositions():
-        for words in [*WORDS, *WORDS]:
-            expected = compose("config", words)
-            assert composed(words, PLAIN_KEYS) == expected
-            assert OmegaConf.to_yaml(composed(words, PLAIN_KEYS), resolve=True) == OmegaConf.to_yaml(
-                expected, resolve=True
-            )
+    alone = [BUILT_IN.composed(words) for words in WORDS]
+    with shared_compositions():
+        for words, expected in [*zip(WORDS, alone, strict=True)] * 2:
+            found = BUILT_IN.composed(words)
+            assert found == expected
+            assert OmegaConf.to_yaml(found, resolve=True) == OmegaConf.to_yaml(expected, resolve=True)
 
 
 def test_one_composition_does_not_change_another() -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"), shared_compositions():
-        first = composed(["budget=16"], PLAIN_KEYS)
+    with shared_compositions():
+        first = BUILT_IN.composed(["budget=16"])
         first.perplexity.context = 1
-        assert composed(["budget=24"], PLAIN_KEYS).perplexity.context != 1
-        assert first.budget == 16 and composed([], PLAIN_KEYS).budget is None
+        assert BUILT_IN.composed(["budget=24"]).perplexity.context != 1
+        assert first.budget == 16 and BUILT_IN.composed([]).budget is None
 
 
 def test_unknown_names_raise_hydras_errors() -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"), shared_compositions():
+    with shared_compositions():
         for words in (["method=h3o", "budget=16"], ["budget=[1"], ["bugdet=3"]):
             with pytest.raises(HydraException):
-                composed(words, PLAIN_KEYS)
+                BUILT_IN.composed(words)
 
 
 def test_a_plan_of_many_budgets_composes_each_method_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +63,6 @@ def test_a_plan_of_many_budgets_composes_each_method_once(tmp_path: Path, monkey
     monkeypatch.setattr(composing, "compose", counted)
     budgets = ",".join(str(16 + number) for number in range(21))
     started = time.process_time()
-    plan_sweep(["method=h2o,snapkv,tova", f"budget={budgets}", f"results_dir={tmp_path}"], ["python"])
+    plan_sweep(["method=h2o,snapkv,tova", f"budget={budgets}", f"results_dir={tmp_path}"], BUILT_IN, ["python"])
     assert len(made) == 4  # three methods and the full cache
     assert time.process_time() - started < 20  # 63 jobs: 19 s when each was composed by itself, 3 s now

@@ -1,49 +1,20 @@
-"""From Hydra's config to the methods of a run: composing `compare`, reading knobs, refusing contradictions.
+"""The methods of a run from its config: each entry of `compare`, the knobs that it reads, and contradictions.
 
 No torch here: a wrong name is answered before anything slow is imported.
 """
 
-import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from kvbench.composing import composed
+from kvbench.config.knobs import KNOBS, OTHER_KNOBS, did_you_mean
+from kvbench.config.sources import BUILT_IN, ConfigSources
 from kvbench.errors import UserError
-
-KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
-"""Root keys that methods and stores read by interpolation; each is a column of the row."""
-
-OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy", "protect_first", "protect_last")
-"""Root keys likewise, kept in the row's `knobs`."""
-
-PLAIN_KEYS = (*KNOBS, *OTHER_KNOBS)
-"""Root keys on which no choice of a config group depends."""
-
-GROUPS = ("method", "store", "model", "data")
-"""Config groups of which a run has one choice each."""
-
-ARCHITECTURES = {
-    "mha": "model=llama2-7b (as many KV heads as query heads), or model=smollm2-135m model.kv_heads=9",
-    "gqa": "model=smollm2-135m (3 KV heads for 9 query heads)",
-    "mqa": "model=gemma3-270m (1 KV head)",
-    "mla": "model=deepseek-v2-lite (a latent)",
-}
-
-MEASURES = {
-    "perplexity": "NLL, KL and top-1 against the full cache, token by token through the compressed cache",
-    "needle": "a number hidden in a long text: found or not, by length and depth",
-    "tasks": "LongBench and RULER as published, scored by their own metrics",
-    "fidelity": "how long free generation stays with the full cache's, and whether it gets longer",
-    "memory": "bytes really held, by part, and the peaks of prefill and decode",
-    "latency": "prefill, compression and decode ms a token, over contexts",
-    "paging": "requests of mixed lengths in blocks of a pool, and what a shared prefix saves (store=paged)",
-}
 
 OmegaConf.register_new_resolver("default", lambda value, other: other if value is None else value, replace=True)
 
@@ -80,22 +51,24 @@ class MethodConfig:
 def method_configs(config: DictConfig, overrides: list[str]) -> list[MethodConfig]:
     """The methods of a run, the full cache first.
 
-    `overrides` are the task's own, as typed. Must be called where Hydra is initialised (its task, or a context).
+    `overrides` are the job's own, as typed, with `hydra.searchpath=` among them where configs come from outside.
     Raises UserError for contradictions; Hydra's errors for unknown names pass through.
     """
+    sources = ConfigSources.of(overrides)
     if config.compare is None:
-        found = [method_config(config)]
+        found = [method_config(config, sources)]
     else:
-        found = [method_config(entry) for entry in _compose_entries(config.compare, overrides)]
+        entries = _compose_entries(config.compare, overrides, sources)
+        found = [method_config(entry, sources) for entry in entries]
     if not any(method.is_baseline for method in found):
-        # What was said about another method's own settings is none of the baseline's.
+        # A setting below method or store belongs to the method beside the baseline.
         common = [override for override in _without(overrides, "compare") if _root(override) not in ("method", "store")]
-        found.insert(0, method_config(composed([*common, "method=full", "store=dense"], PLAIN_KEYS)))
+        found.insert(0, method_config(sources.composed([*common, "method=full", "store=dense"]), sources))
     found.sort(key=lambda method: not method.is_baseline)
     return list({json.dumps(method.effective, sort_keys=True): method for method in found}.values())
 
 
-def _compose_entries(compare: Any, overrides: list[str]) -> Iterator[DictConfig]:
+def _compose_entries(compare: Any, overrides: list[str], sources: ConfigSources) -> Iterator[DictConfig]:
     entries = [compare] if isinstance(compare, str) else list(compare) if isinstance(compare, ListConfig) else []
     if not entries or not all(isinstance(entry, str) and entry.strip() for entry in entries):
         raise UserError(f"compare={compare} lists no methods; type compare='[full,h2o,h2o+int4]'")
@@ -106,14 +79,17 @@ def _compose_entries(compare: Any, overrides: list[str]) -> Iterator[DictConfig]
         raise UserError("compare=... with method=... is ambiguous; put the method into the list")
     common = _without(overrides, "compare")
     for entry in entries:
-        yield composed([*common, *entry_overrides(entry)], PLAIN_KEYS)
+        yield sources.composed([*common, *entry_overrides(entry, sources.knobs)])
 
 
-def entry_overrides(entry: str) -> list[str]:
-    """`h2o` -> [method=h2o]; `h2o+int4` -> [method=h2o, store=int4]; `method=h2o budget=256` -> its words."""
+def entry_overrides(entry: str, declared: Iterable[str] = ()) -> list[str]:
+    """`h2o` -> [method=h2o]; `h2o+int4` -> [method=h2o, store=int4]; `method=h2o budget=256` -> its words.
+
+    declared: knobs beside those of config.yaml. Raises UserError for an entry that is none of the three forms.
+    """
     if "=" in entry:
         words = entry.split()
-        knobs = ("method", "store", *KNOBS, *OTHER_KNOBS)
+        knobs = ("method", "store", *KNOBS, *OTHER_KNOBS, *declared)
         others = [_key(word) for word in words if _root(word) not in knobs]
         if others:
             raise UserError(
@@ -151,56 +127,83 @@ def _without(overrides: list[str], *keys: str) -> list[str]:
     return [override for override in overrides if _key(override) not in keys]
 
 
-def method_config(config: DictConfig) -> MethodConfig:
-    """The one method that a composed config describes. Raises UserError where its parts contradict each other."""
+def method_config(config: DictConfig, sources: ConfigSources = BUILT_IN) -> MethodConfig:
+    """The one method that a composed config describes.
+
+    Raises UserError where its parts contradict each other or are no configs of a method and a store.
+    """
+    rule, slots = _class_node(config, "method", "rule"), _class_node(config, "store", "slots")
     name, store = config.method.name, config.store.name
     fixed_store = OmegaConf.select(config, "method.fixed.store")
     if fixed_store is not None and store != fixed_store:
         raise UserError(f"method={name} brings its own store ({fixed_store}); leave store={store} away")
     _check_fixed(config, store, config.store)
-    rule, slots = config.method.rule, config.store.slots
     columns: dict[str, Any] = {}
     others: dict[str, Any] = {}
     nodes = [rule, slots]
     for node, group, part in ((rule, "method", "rule"), (slots, "store", "slots")):
         if (wrapped := node.get("inner")) is not None:
             others["inner"] = wrapped
-            node.inner = _wrapped(config, group, wrapped)[part]
+            node.inner = _wrapped(config, group, wrapped, sources)[part]
             nodes.append(node.inner)
     for node in nodes:
-        resolved = OmegaConf.to_container(node, resolve=True)
-        assert isinstance(resolved, dict)
-        for key, raw in (OmegaConf.to_container(node, resolve=False) or {}).items():  # type: ignore[union-attr]
-            knob = next(iter(re.findall(r"\$\{(\w+)\}", str(raw))), None)
-            if key in ("_target_", "inner"):
-                continue
-            target, at = (columns, knob) if knob in KNOBS else (others, str(key))
-            if target is columns or resolved[key] is not None:  # the row's `knobs` hold what is set
-                target[str(at)] = resolved[key]
-            if key in ("k_bits", "v_bits"):
-                columns[str(key)] = resolved[key]
+        _read_knobs(node, sources, columns, others)
     if "k_bits" in columns:
         same = columns["k_bits"] == columns.get("v_bits")
         columns["bits"] = columns["k_bits"] if same else None
     return MethodConfig(name, store, _plain(rule), _plain(slots), columns, others)
 
 
-def _wrapped(config: DictConfig, group: str, name: Any) -> DictConfig:
+def _read_knobs(node: DictConfig, sources: ConfigSources, columns: dict[str, Any], others: dict[str, Any]) -> None:
+    """Add the values of a node to the knobs: a column's under its name, others under the name that is typed."""
+    written = _plain(node, resolve=False)
+    for key, value in _plain(node).items():
+        if key in ("_target_", "inner"):
+            continue
+        knob = next(iter(re.findall(r"\$\{(\w+)\}", str(written[key]))), None)
+        if knob in KNOBS:
+            columns[knob] = value
+        elif value is not None:  # the row's `knobs` hold what is set
+            others[knob if knob in sources.knobs else key] = value
+        if key in ("k_bits", "v_bits"):
+            columns[key] = value
+
+
+def _class_node(config: DictConfig, group: str, part: str) -> DictConfig:
+    """config[group][part], which names the class to make. Raises UserError where another value stands there."""
+    node = config[group]
+    found = node.get(part) if isinstance(node, DictConfig) else None
+    if not isinstance(node, DictConfig) or not isinstance(node.get("name"), str):
+        raise UserError(f"{group}={node} is no config with a name; type {group}=NAME, as --help lists them")
+    if not isinstance(found, DictConfig) or not isinstance(found.get("_target_"), str):
+        raise UserError(
+            f"{group}.{part}={found} names no class; leave {group}.{part} away, or set one of its keys "
+            f"({group}.{part}.KEY=VALUE)"
+        )
+    return found
+
+
+def _wrapped(config: DictConfig, group: str, name: Any, sources: ConfigSources) -> DictConfig:
     """What a wrapper, config[group], goes around: the method or store of that name, which reads the run's own knobs."""
     part, kind, example = ("rule", "keep rule", "snapkv") if group == "method" else ("slots", "store", "int4")
     unknown = f"inner={name} is no {group}; type inner={example}, or another that --help lists"
     if not isinstance(name, str):
         raise UserError(unknown)
     try:
-        found: DictConfig = composed([f"{group}={name}"])[group]
+        composed = sources.composed([f"{group}={name}"])
     except HydraException as error:
         raise UserError(unknown) from error
+    found: DictConfig = composed[group]
     if "inner" in found[part] or (group == "method" and "fixed" in found):
         raise UserError(
             f"inner={name} is no plain {kind} and cannot go into {config[group].name}; "
             f"type inner={example}, for example"
         )
     _check_fixed(config, name, found)
+    with open_dict(config):  # its own knobs, where the wrapper's file does not declare them
+        for key in sources.knobs:
+            if key in composed and key not in config:
+                config[key] = composed[key]
     return found
 
 
@@ -215,26 +218,7 @@ def _check_fixed(config: DictConfig, store: str, node: DictConfig) -> None:
             )
 
 
-def _plain(node: DictConfig) -> dict[str, Any]:
-    plain = OmegaConf.to_container(node, resolve=True)
+def _plain(node: DictConfig, resolve: bool = True) -> dict[str, Any]:
+    plain = OmegaConf.to_container(node, resolve=resolve)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
-
-
-def check_measures(measures: Any) -> list[str]:
-    """`measure` as a list of known names. Raises UserError otherwise."""
-    names = list(measures or []) if isinstance(measures, list | ListConfig | None) else [measures]
-    for name in names:
-        if str(name) not in MEASURES:
-            raise UserError(
-                f"measure={name} is unknown{did_you_mean(str(name), MEASURES)}; choose from {', '.join(MEASURES)}"
-            )
-    if not names:
-        raise UserError(f"measure=[] measures nothing; choose from {', '.join(MEASURES)}")
-    return list(dict.fromkeys(names))
-
-
-def did_you_mean(word: str, known: Mapping[str, Any] | list[str]) -> str:
-    """` (did you mean h2o?)`, or nothing where nothing is near."""
-    near = difflib.get_close_matches(word.lower(), list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import kvbench
 from kvbench.api import load_method
-from kvbench.cache.build import Method, _build_layer, build_cache, prefill
+from kvbench.cache.build import Method, build_cache, build_layer, prefill
 from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.decode import step
 from kvbench.cache.graph import GraphDecoder
 from kvbench.cache.layer import SlotLayer
+from kvbench.cache.plan import plan_layer
 from kvbench.cache.ragged import RaggedLayer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import rotate_back
@@ -86,7 +87,8 @@ def build(rule: KeepRule, tensors: tuple[Tensor, Tensor, Tensor], index: int, la
     scoring = Scoring(D**-0.5)
     observed = {o: o.compute(query, key, scoring, TURN) for o in rule.observations()}
     record = LayerRecord(index, key, value, scoring, observed, TURN)
-    return _build_layer(record, layers, Method("m", rule, DenseStore()), [None] * layers, TOKENS, 3)
+    plan = plan_layer(Method("m", rule, DenseStore()), record, layers)
+    return build_layer(record, replace(plan, max_new_tokens=TOKENS, step=3))
 
 
 def kept_of(layer: SlotLayer | RaggedLayer) -> list[set[int]]:

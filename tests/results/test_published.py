@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from kvbench.cli.main import main
 from kvbench.config import method_configs
 from kvbench.errors import UserError
-from kvbench.measures.measure import read_settings
+from kvbench.measures.measure import read_measure
 from kvbench.measures.perplexity import Perplexity
 from kvbench.report.__main__ import main as report
 from kvbench.report.tables.published import Published, published_of, published_table
@@ -115,12 +115,13 @@ def test_presets_compose_and_name_what_they_measure(name: str) -> None:
     assert found is not None and found.source
     node = OmegaConf.to_container(config.perplexity, resolve=True)
     assert isinstance(node, dict)
-    setting = read_settings(Perplexity, "perplexity", {str(key): value for key, value in node.items()})
+    setting = read_measure("perplexity", {str(key): value for key, value in node.items()})
+    assert isinstance(setting, Perplexity)
     told = {
         "model": config.model.id,
         "dtype": config.model.dtype,
         "dataset": config.data.name,
-        "protocol": setting.name,
+        "protocol": setting.protocol_name,
         "n": setting.windows * setting.tokens,
         "budget": config.budget,
         "context": 0 if setting.protocol == "stream" else setting.context,

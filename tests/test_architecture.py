@@ -23,6 +23,7 @@ FLOORS = (
     ("texts", "kernels"),
     ("cache",),
     ("measures",),
+    ("composing",),
     ("config",),
     ("sweep",),
     ("report",),
@@ -49,7 +50,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 """Arrows that point the wrong way today, each with what it is for. The list may only shrink."""
 
-CIRCULAR_ROOMS: set[str] = {"cache", "cli", "report"}
+CIRCULAR_ROOMS: set[str] = {"cli"}
 """Rooms in which modules still import each other. The list may only shrink."""
 
 

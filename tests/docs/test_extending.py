@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from kvbench import load
 from kvbench.cli.main import main
-from kvbench.results.loading import load
 from tests.docs.pages import files
 
 FILES = files("docs/extending.md", "")

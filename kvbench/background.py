@@ -1,4 +1,4 @@
-"""Something done again and again beside a block of work."""
+"""An action that is repeated while a block of work runs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def repeating(action: Callable[[], object], seconds: float) -> Iterator[None]:
-    """Call `action` every `seconds`, on a thread of its own, as long as the block runs.
+    """Call `action` every `seconds`, on its own thread, while the block runs.
 
     An action that returns True is not called again. The thread has ended when the block is left.
     """

@@ -15,6 +15,7 @@ from kvbench.errors import UserError
 from kvbench.kernels import KERNELS
 from kvbench.measures.measure import Measure
 from kvbench.measures.target import Target
+from kvbench.models.frequencies import refuse_crossing
 from kvbench.models.shape import ModelShape
 from kvbench.texts.load import load_text
 
@@ -54,6 +55,9 @@ def check_measures_fit(measures: Sequence[Measure], target: Target) -> None:
             )
         if limit is not None and needed > limit and not measure.may_exceed_positions():
             raise UserError(f"{key} needs {needed} positions and {target.spec.name} has {limit}; type a smaller {key}")
+        for prompt in measure.prompts():
+            fed = needed - max(measure.prompts())
+            refuse_crossing(target.shape.frequency_change, target.spec.name, prompt, fed)
     for measure in measures:
         if (limits := measure.sample_limit(tokens)) is not None and limits[1] > limits[2]:
             key, asked, most = limits

@@ -1,4 +1,4 @@
-"""Progress on a terminal with the time left; one line a phase where output goes to a file."""
+"""Progress bars on a terminal; one line a phase where the output goes to a file."""
 
 import time
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ class Progress:
         self.quiet = quiet
 
     def say(self, line: str) -> None:
-        """Print one line on stderr."""
+        """Print one line to stderr, unless quiet."""
         if not self.quiet:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, name: str, steps: int) -> "Iterator[Advance]":
-        """A bar of `steps`, shown once it has run for 5 s; without a terminal, its start and its end."""
+        """A bar of `steps`, shown after 5 s; without a terminal, one line with the seconds it took."""
         interactive = self.console.is_terminal and not self.quiet
         if not interactive:
             started = time.monotonic()
@@ -45,7 +45,7 @@ class Progress:
 
 
 class Advance:
-    """Moves one bar."""
+    """Advances one bar by a number of steps; does nothing without a bar."""
 
     def __init__(self, bars: RichProgress | None, task: int = 0, show_at: float = 0.0) -> None:
         self.bars, self.task, self.show_at = bars, task, show_at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import shlex
 import sys
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvbench.cache.build import Method, check_model
 from kvbench.cache.calibrate import calibrate
 from kvbench.checks import check_calibration_text, check_measures_fit, check_methods, check_switches, small_prompts
 from kvbench.config import MethodConfig
-from kvbench.errors import EXIT_SOME_FAILED, UserError
+from kvbench.errors import EXIT_SOME_FAILED, NO_SPACE, UserError
 from kvbench.measures.context import RunContext
 from kvbench.measures.measure import Measure
 from kvbench.measures.target import Target
@@ -24,11 +24,12 @@ from kvbench.models.checkpoint import ModelSpec, model_spec
 from kvbench.models.load import describe, load_model, load_tokenizer, pick_device, pick_dtype, revision_of
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
-from kvbench.report.published import Published, print_published, published_of
-from kvbench.report.tables import TerminalTable
+from kvbench.report.tables.measure_tables import TerminalTable
+from kvbench.report.tables.published import Published, print_published, published_of
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
 from kvbench.results.ledger import DONE, record_rows
+from kvbench.results.recorded_config import read_config, recorded_headlines
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Work, measure
 from kvbench.sweep.plan import Job, measures_of, node_of
@@ -135,11 +136,11 @@ def measure_and_write(
         with kvbench_attention(context.loaded.model):
             measure(work, context, folder)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_SPACE:
             raise
         print(
-            f"kvbench: {work.job.folder} is full ({error.strerror}); what was written before is whole: make room and "
-            "type the same command again",
+            f"kvbench: {work.job.folder} is full ({error.strerror}); what was written before is complete; make room "
+            "and type the same command again",
             file=sys.stderr,
         )
         return EXIT_SOME_FAILED
@@ -151,7 +152,8 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
     records = work.records()
     results = [record for record in records if record is not None and record.status in (*DONE, "failed")]
     if rows := [row for record in results for row in record_rows(record)]:
-        Console().print(TerminalTable(rows))
+        headlines = recorded_headlines(read_config(run) for run in dict.fromkeys(record.run for record in results))
+        Console().print(TerminalTable(rows, headlines))
         print_published(published, rows)
     bad = 0
     for cell, record in zip(work.cells, records, strict=True):
@@ -160,7 +162,7 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
             continue
         bad += 1
         note = "" if record is None else record.content.get("note") or ""
-        if status in ("running", "waiting", "elsewhere") and record is not None:
+        if status in ("running", "waiting") and record is not None:
             note = f"another process measures it, in {record.run}"
         print(f"kvbench: {status}: {cell.name}{': ' if note else ''}{note}", file=sys.stderr)
     own = None if folder is None else folder.path.resolve()
@@ -176,7 +178,7 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
         print(f"measured in: {path}")
     if folder is not None:
         print(f"run folder: {folder.path}")
-    print(f"report:     python -m kvbench.report {folder.path if folder else work.job.results}")
+    print(f"report:     python -m kvbench.report {shlex.quote(str(folder.path if folder else work.job.results))}")
     return EXIT_SOME_FAILED if bad else 0
 
 

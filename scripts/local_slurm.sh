@@ -21,20 +21,31 @@ need() {
     done
 }
 
-# Each daemon writes its pid into its own file under $home: only those are ever stopped.
+# Each daemon writes its pid into a file under $home that begins with its name: slurmd.node1.pid. A file may be left over
+# from a daemon that is gone, and its pid belong to another process since: only a process of that name is stopped.
 kill_ours() {
-    local file pid
+    local file pid name
     for file in "$home"/*.pid; do
         [ -e "$file" ] || continue
-        pid=$(cat "$file")
-        kill "$pid" 2>/dev/null || true
-        for _ in $(seq 50); do
-            kill -0 "$pid" 2>/dev/null || break
-            sleep 0.1
-        done
-        kill -9 "$pid" 2>/dev/null || true
+        pid=$(tr -dc 0-9 <"$file")
+        name=$(basename "$file")
+        name=${name%%.*}
+        if is_running "$pid" "$name"; then
+            kill "$pid" 2>/dev/null || true
+            for _ in $(seq 50); do
+                is_running "$pid" "$name" || break
+                sleep 0.1
+            done
+            if is_running "$pid" "$name"; then kill -9 "$pid" 2>/dev/null || true; fi
+        fi
         rm -f "$file"
     done
+}
+
+# is_running PID NAME: whether a process with this pid and this program's name runs; a zombie does not.
+is_running() {
+    [ -n "$1" ] && [ -e "/proc/$1/exe" ] && ! grep -q '^State:.Z' "/proc/$1/status" 2>/dev/null || return 1
+    [ "$(cat "/proc/$1/comm" 2>/dev/null)" = "$2" ] || [ "$(basename "$(readlink "/proc/$1/exe")")" = "$2" ]
 }
 
 start_munge() {

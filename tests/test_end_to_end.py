@@ -16,7 +16,7 @@ from kvbench.cli.main import main
 from kvbench.models.load import LoadedModel
 from kvbench.offline import cache_folder
 from kvbench.report.__main__ import main as report
-from kvbench.results.folder import find_runs, load
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import COLUMNS, SCHEMA
 from tests.measures.test_perplexity import plain_nll
 from tests.shared.text import light

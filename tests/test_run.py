@@ -31,7 +31,8 @@ from kvbench.measures.memory import Memory
 from kvbench.measures.perplexity import Perplexity
 from kvbench.measures.target import Target
 from kvbench.progress import Progress
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.results.loading import find_runs, load
+from kvbench.results.run_files import read_status
 from tests.shared.paths import ROOT
 from tests.shared.text import light, methods
 

@@ -1,7 +1,7 @@
 """The one attention function that transformers calls, and its mask function.
 
-A cache layer's `update` hands itself on in place of key tensors; the model passes it to the attention function, which
-lets the layer attend over what it holds. Nothing is unpacked, concatenated or repeated on the way.
+A cache layer's `update` returns the layer itself in place of keys. The model passes the layer to the attention
+function, which calls the layer's `attend`. No store is unpacked, and no tensor is concatenated or repeated.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvbench.cache.mla import latents_handed_on
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring, causal_attention
+from kvbench.models.reach import Reach, reach_of
 from kvbench.models.shape import refuse_without_attention_interface
 
 IMPLEMENTATION = "kvbench"
@@ -34,20 +35,21 @@ def attention(
     query: Tensor,
     key: Tensor | Attends,
     value: Tensor | Attends,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Reach | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention over a cache layer, or over plain tensors: the model's without a cache, or a stock cache's.
 
-    query [B, Hq, q, D] -> [B, q, Hq, Dv]. Raises UserError for attention that is not causal or carries a bias or mask
-    that this harness would have to ignore.
+    query [B, Hq, q, D] -> [B, q, Hq, Dv]. attention_mask: what `mask` below gave the layer. It alone bounds what the
+    layer sees, whatever window the layer names besides. Raises UserError for attention that is not causal or carries a
+    bias or mask that this harness would have to ignore.
     """
-    if attention_mask is not None:
+    reach = attention_mask if isinstance(attention_mask, Reach) else None
+    if attention_mask is not reach:
         raise UserError("an attention mask was given; kvbench takes batches of one length, without padding")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UserError(f"{type(module).__name__} does not attend causally; kvbench measures causal language models")
@@ -55,20 +57,21 @@ def attention(
     if unknown:
         raise UserError(f"{type(module).__name__} adds {', '.join(unknown)} to its scores; kvbench does not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    scoring = Scoring(scale, softcap or None, sliding_window or None, s_aux)
+    window, chunked = (None, False) if reach is None else (reach.window, reach.chunked)
+    scoring = Scoring(scale, softcap or None, window, s_aux, chunked)
     if isinstance(key, Attends):
         output = key.attend(query, scoring)
     elif key.shape[2] != query.shape[2]:
         output = stock_attention(module, query, key, cast(Tensor, value), scoring)
     else:
         output = causal_attention(query, key, cast(Tensor, value), scoring)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # some models (AFMoE) take a view of it
 
 
 def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """What transformers itself does with the floats that one of its caches hands on, [B, Hq, q, Dv]: torch's sdpa.
+    """Attention over the floats that a cache of transformers' returns, [B, Hq, q, Dv], by torch's sdpa.
 
-    Raises UserError for scores that sdpa does not know.
+    Raises UserError for scores that sdpa does not compute: soft-capped, windowed, or with attention sinks.
     """
     if scoring.softcap is not None or scoring.window is not None or scoring.sink_logits is not None:
         raise UserError(
@@ -84,19 +87,34 @@ def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     return turned
 
 
-def no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
-    """The mask function: layers know from positions who sees whom, so there is none; padding is refused."""
+def mask(
+    *args: object,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: object = None,
+    use_vmap: bool = False,
+    **kwargs: object,
+) -> Reach | None:
+    """The mask function: how far a layer sees, None where it sees every token. Cache layers do the rest by positions.
+
+    local_size: of the sliding window or chunk. use_vmap: whether the model combines the causal mask with one of its
+    own. Raises UserError for such a mask, and for padding.
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError("a batch with padding was given; kvbench takes batches of one length, without padding")
+    if use_vmap:
+        family = getattr(config, "model_type", "this model")
+        raise UserError(f"{family} combines causal attention with a mask of its own, which kvbench does not follow")
+    return reach_of(local_size, config)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, mask)
 
 
 @contextmanager
 def kvbench_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends through kvbench inside the block; its own implementation is back afterwards.
+    """Inside the block the model attends through kvbench; afterwards its own implementation is set again.
 
     Raises UserError for a family that does not go through transformers' attention interface.
     """

@@ -1,23 +1,26 @@
-"""Rotating back: positions inside the cache without touching a cached key, and queries as they were before."""
+"""Taking rotary embeddings off: queries at earlier positions, and keys before their rotation."""
 
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvbench.errors import UserError
+from kvbench.models.probe import Attended, probe, takes_positions
 from kvbench.models.shape import mla_layout
 
 UNMOVABLE = ("dynamic", "longrope")
-"""Frequencies that change with the length, so that a rotation cannot be taken back."""
+"""Kinds of frequencies that change with the length, so that a rotation cannot be taken off."""
 
 IN_CACHE = "positions inside the cache cannot be had; type variant=absolute to keep the original ones"
 BEFORE = "its queries before their rotation cannot be had; choose another method than expected_attention"
 BEFORE_KEYS = "its keys before their rotation cannot be had; choose another store than lowrank"
-"""What follows from a rotation that cannot be taken back, and what to type instead."""
+"""Ends of error lines: what is impossible where a rotation cannot be taken off, and what to type instead."""
 
 EXACT_ANGLES = 65_536
 """Beyond this many evicted tokens float32 angles are off by more than about 1e-2 rad."""
@@ -25,10 +28,10 @@ EXACT_ANGLES = 65_536
 
 @dataclass(frozen=True)
 class RotateBack:
-    """Takes e positions off an already rotated query, in the model's own pairing of channels.
+    """Moves a rotated query e positions back, in the model's own pairing of channels.
 
-    embed: the model's rotary module. apply: its modelling file's `apply_rotary_pos_emb`. layer_type: what the module
-    wants beside positions where its layers differ (Gemma 3), else None.
+    embed: the model's rotary module. apply: its modelling file's `apply_rotary_pos_emb`. layer_type: the
+    argument that the module takes beside positions where layers differ (Gemma 3), else None.
     """
 
     embed: nn.Module
@@ -76,9 +79,9 @@ class RotateBack:
 class KeyRotation:
     """Takes a layer's rotary embedding off keys and puts it on again, each key at a position of its own.
 
-    The model's own angles and pairing of channels; its attention scaling (yarn's) stays on the keys throughout, so one
-    undoes the other to the last bits, whatever the angles' precision. On a CPU angles are looked up in a table, unless
-    looks_up=False; elsewhere they are computed, for the table's length would have to be asked of the device.
+    The angles and the pairing of channels are the model's own. Its attention scaling (yarn's) stays on the keys, so
+    that putting on undoes taking off to the last bits. On a CPU angles are looked up in a table, unless looks_up=False;
+    elsewhere they are computed, since the table's length would have to be read from the device.
     """
 
     def __init__(self, rotate: RotateBack, looks_up: bool = True) -> None:
@@ -86,7 +89,7 @@ class KeyRotation:
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin, [positions, rotary_dim]
 
     def without_table(self) -> "KeyRotation":
-        """The same rotation, which asks no number of the device."""
+        """The same rotation without a table, which reads no number of the device on the host."""
         return KeyRotation(self.rotate, looks_up=False)
 
     def take_off(self, key: Tensor, position: Tensor) -> Tensor:
@@ -120,7 +123,7 @@ class KeyRotation:
 
 
 def _unscaled(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both without the attention scaling that they carry alike."""
+    """Cosines and sines without the attention scaling that both carry."""
     cos, sin = cos.to(dtype), sin.to(dtype)
     length = torch.hypot(cos, sin)
     return cos / length, sin / length
@@ -139,7 +142,7 @@ def key_rotations(model: nn.Module, layers: int) -> list[KeyRotation | None]:
 
 
 def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> RotateBack:
-    """The way to rotate queries of one layer back.
+    """How queries of one layer are rotated back.
 
     Raises UserError, ending in `instead`, for models whose positions are learned or whose frequencies depend on
     the length, and where the check below fails: rotating q at position 7 back by 3 must give q at position 4.
@@ -167,7 +170,31 @@ def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> Rotate
     rotate = RotateBack(embed, apply, layer_type, scaling)
     if not _takes_back(rotate, _head_dim(model)):
         raise UserError(f"{family} rotates its queries in a way that does not compose: {instead}")
+    if not _turns_what_is_cached(model, layer, rotate):
+        raise UserError(f"{family} changes queries and keys after their rotation (a norm, for one): {instead}")
     return rotate
+
+
+PROBED: WeakKeyDictionary[nn.Module, dict[int, list[Attended]]] = WeakKeyDictionary()
+"""Of each model, what its layers hand to attention for the same token at positions 7 and 4."""
+
+
+def _turns_what_is_cached(model: nn.Module, layer: int, rotate: RotateBack) -> bool:
+    """Whether a layer's own query and key at position 7, rotated back by 3, are its own at position 4."""
+    if not isinstance(model, PreTrainedModel) or not takes_positions(model):
+        return True
+    if model not in PROBED:
+        PROBED[model] = {position: probe(model, [position]) for position in (7, 4)}
+    at_seven, at_four = (next((c for c in PROBED[model][p] if c.layer == layer), None) for p in (7, 4))
+    if at_seven is None or at_four is None:
+        return True
+    pairs = (at_seven.query, at_four.query), (at_seven.key, at_four.key)
+    for seven, four in pairs:
+        wide = torch.promote_types(four.dtype, torch.float32)
+        limit = max(1e-5, 32 * torch.finfo(four.dtype).eps) * float(four.abs().max())
+        if float((rotate(seven, 3).to(wide) - four.to(wide)).abs().max()) > limit:
+            return False
+    return True
 
 
 WINDOWED_ONLY = ("cohere2", "exaone4", "exaone_moe")

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.fetch import fetch
-from kvbench.cli.messages import one_line
+from kvbench.config import take_sources
+from kvbench.config.error_lines import user_error
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
 from kvbench.models.checkpoint import ModelSpec, local_path, model_spec
@@ -46,12 +46,12 @@ def fetch_for(overrides: str, accept_license: bool = False) -> Iterator[str]:
 
 def nodes_of(overrides: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The `model` and `data` nodes of each job of the overrides, as typed behind `python -m kvbench [-m]`."""
-    words = [word for word in shlex.split(overrides) if not word.startswith(("-", "sweep.pack="))]
+    sources, words = take_sources(shlex.split(overrides))
+    settings = [word for word in words if not word.startswith(("-", "sweep.pack="))]
     try:
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            configs = [compose("config", job) for job in expand(words)]
+        configs = [sources.composed(job) for job in expand(settings, sources)]
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(one_line(error)) from error
+        raise user_error(error, sources) from error
     for config in configs:
         yield node_of(config, "model"), node_of(config, "data")
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.messages import names, one_line
-from kvbench.config import MethodConfig, method_config, method_configs
+from kvbench.cli.words import check_override
+from kvbench.config import ConfigSources, MethodConfig, method_config, method_configs, take_sources
+from kvbench.config.error_lines import check_root, one_line
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_USER_ERROR, UserError
 from kvbench.models.checkpoint import ModelSpec, model_spec
 from kvbench.models.known_configs import PUBLISHED
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 USAGE = """python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB [budget=0.25]
 
 The bytes of each cache by formula, from the model's config alone; with memory=, the largest batch that fits beside the
-weights. Without method= or compare='[full,h2o]', every method and store there is. model.path= may be a config.json."""
+weights. Without method= or compare='[full,h2o]', every method and store. model.path= may be a config.json.
+--config-dir DIR adds methods, stores and models of your own."""
 UNITS = {
     "": 1,
     "KB": 10**3,
@@ -65,25 +67,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or any(word in ("-h", "--help", "help") for word in words):
         print(USAGE)
         return 0
+    sources = BUILT_IN
     try:
-        asked = read(words)
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            config = compose("config", asked.words)
-            methods = chosen_methods(config, asked.words)
+        sources, rest = take_sources(words)
+        asked = read(rest, sources)
+        config = sources.composed(asked.words)
+        check_root(config, sources)
+        methods = chosen_methods(config, asked.words, sources)
         print(table(asked, model_spec(node_of(config, "model")), methods))
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench.plan: {one_line(error)}", file=sys.stderr)
+        print(f"kvbench.plan: {one_line(error, sources)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
 
-def read(words: Sequence[str]) -> Asked:
+def read(words: Sequence[str], sources: ConfigSources) -> Asked:
     """The words of the command line. Raises UserError for a number or size that is none."""
     counts, memory, rest = dict(COUNTS), None, []
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"'{word}' is not KEY=VALUE; type context=32768, for example")
+        check_override(word, sources)
         if key in counts:
             if not value.isdigit() or int(value) < 1:
                 raise UserError(f"{word} is not a whole number of at least 1; type {key}={COUNTS[key]}, for example")
@@ -106,19 +111,19 @@ def size_of(text: str) -> int:
     return size
 
 
-def chosen_methods(config: DictConfig, words: list[str]) -> list[MethodConfig]:
-    """Those that were named, the full cache first; else every keep rule, and every store that takes in all tokens."""
+def chosen_methods(config: DictConfig, words: list[str], sources: ConfigSources) -> list[MethodConfig]:
+    """The methods that the words name, the full cache first; else every keep rule, and every store of all tokens."""
     if any(word.split("=")[0] in ("method", "store", "compare") for word in words):
-        return method_configs(config, words)
+        return method_configs(config, [*sources.words, *words])
     without = [word for word in words if not word.startswith("budget=")]
     found = [
-        method_config(compose("config", [*without, "budget=null", "method=full", f"store={store}"]))
-        for store in sorted(names("store"), key=lambda name: name != "dense")
+        method_config(sources.composed([*without, "budget=null", "method=full", f"store={store}"]), sources)
+        for store in sorted(sources.files("store"), key=lambda name: name != "dense")
     ]
-    for method in names("method"):
-        composed = compose("config", [*words, f"method={method}"])
+    for method in sources.files("method"):
+        composed = sources.composed([*words, f"method={method}"])
         if method not in ("full", "recompute") and composed.store.name == "dense":
-            found.append(method_config(composed))
+            found.append(method_config(composed, sources))
     return found
 
 

@@ -23,8 +23,8 @@ from kvbench.measures.statistics import bounded_interval, bounds, mean_interval,
 from kvbench.method_runs import instantiate, method_runs
 from kvbench.models.load import load_model, model_spec
 from kvbench.progress import Progress
-from kvbench.report.published import print_published, published_of
-from kvbench.report.tables import TerminalTable
+from kvbench.report.tables.measure_tables import TerminalTable
+from kvbench.report.tables.published import print_published, published_of
 from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
 from kvbench.results.row import Row, frame_of, rows_of, with_flags

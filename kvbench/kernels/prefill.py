@@ -1,38 +1,46 @@
-"""Exact causal attention over a whole prompt, and the sums over its probabilities that methods ask for.
+"""Exact causal attention over a whole prompt, and the sums over its probabilities that keep rules need.
 
 Everything here runs over blocks of query rows, so no T x T matrix is ever in memory.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_BYTES = 8 * 2**20
-"""Size of the score matrix of one block of rows: about what a CPU's caches hold, and little beside a prompt's keys."""
+"""Bytes of the score matrix of one block of rows: about a CPU's cache size, and small beside a prompt's keys."""
 
 BLOCKS_ON_GPU = 16
-"""How many times as large blocks are on a GPU, where every operation costs a launch."""
+"""Factor on the block size on a GPU, where every operation costs a launch."""
 
 Combine = Literal["sum", "mean", "max"]
-"""How the probabilities of the query heads that share a KV head become one number."""
+"""How the probabilities of the query heads of a KV head are combined into one number."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a layer does to its scores besides `query @ key`.
+    """How a layer turns `query @ key` into attention scores.
 
     scaling: factor on the scores. softcap: Gemma 2's tanh cap. window: a query sees the last `window` tokens, itself
-    included. sink_logits: [Hq], gpt-oss's learned logits that take part in the softmax.
+    included. sink_logits: [Hq], gpt-oss's learned logits that take part in the softmax. chunked: a query sees the
+    tokens of its own chunk of `window` positions instead (Llama 4).
     """
 
     scaling: float
     softcap: float | None = None
     window: int | None = None
     sink_logits: Tensor | None = None
+    chunked: bool = False
+
+    def first_seen(self, position: Any) -> Any:
+        """The first position that a query at `position` (a number or a tensor) sees; it may be negative."""
+        if self.window is None:
+            return position * 0
+        return position // self.window * self.window if self.chunked else position - self.window + 1
 
     @property
     def is_plain(self) -> bool:
@@ -49,7 +57,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         [B, Hq, T, Dv] in the query's dtype.
     """
     if scoring.window is not None and scoring.window >= query.shape[2]:
-        scoring = Scoring(scoring.scaling, scoring.softcap, None, scoring.sink_logits)
+        scoring = replace(scoring, window=None, chunked=False)
     if scoring.is_plain:
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(
@@ -91,8 +99,8 @@ def last_queries(query: Tensor, key: Tensor, scoring: Scoring, count: int) -> Te
 def query_moments(query: Tensor, first: int, unrotated: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Mean (row 0) and covariance of a prompt's queries from position `first` on: float32 [B, Hq, 1 + D, D].
 
-    By blocks of rows, centred before they are squared. `unrotated` takes the rotary embedding off query rows
-    [B, Hq, n, D] that start at a position. Zeros where the prompt is no longer than `first`.
+    Computed by blocks of rows, which are centred before they are squared. `unrotated` removes the rotary embedding of
+    query rows [B, Hq, n, D] from the position of the first row. Zeros where the prompt has at most `first` tokens.
     """
     batch, heads, length, dim = query.shape
     height = max(16, block_bytes(query.device) // (batch * heads * dim * 4))
@@ -129,13 +137,13 @@ def probability_blocks(
     height = max(16, block_bytes(key.device) // per_row)
     for start in range(first, length, height):
         stop = min(start + height, length)
-        left = 0 if scoring.window is None else max(0, start - scoring.window + 1)
+        left = max(0, scoring.first_seen(start))
         block = grouped[:, :, :, start:stop].flatten(2, 3).to(dtype)
         scores = (block @ key[:, :, left:stop].to(dtype).mT).mul_(scoring.scaling)
         if scoring.softcap is not None:
             scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         scores = scores.unflatten(2, (-1, stop - start))
-        scores.masked_fill_(~_sees(start, stop, left, scoring.window, key.device), -torch.inf)
+        scores.masked_fill_(~_sees(start, stop, left, scoring, key.device), -torch.inf)
         yield slice(start, stop), slice(left, stop), softmax_with_sinks(scores, scoring.sink_logits)
 
 
@@ -144,15 +152,15 @@ def block_bytes(device: torch.device) -> int:
     return BLOCK_BYTES * (1 if device.type == "cpu" else BLOCKS_ON_GPU)
 
 
-def _sees(start: int, stop: int, left: int, window: int | None, device: torch.device) -> Tensor:
+def _sees(start: int, stop: int, left: int, scoring: Scoring, device: torch.device) -> Tensor:
     row = torch.arange(start, stop, device=device).unsqueeze(-1)
     column = torch.arange(left, stop, device=device)
     sees = column <= row
-    return sees if window is None else sees & (column > row - window)
+    return sees if scoring.window is None else sees & (column >= scoring.first_seen(row))
 
 
 def softmax_with_sinks(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Softmax over the last dimension of [B, Hkv, Hq/Hkv, q, S] with a valueless logit per head, [Hq], beside it."""
+    """Softmax over the last dimension of [B, Hkv, Hq/Hkv, q, S] with one learned sink logit per head, [Hq]."""
     if sink_logits is None:
         return scores.softmax(-1)
     sink = sink_logits.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)

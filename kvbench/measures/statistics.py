@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.results.intervals import wilson as wilson
+
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
 
@@ -168,14 +170,6 @@ def _interval(samples: tuple[Array, ...], statistic: Callable[..., Array], seed:
         random_state=np.random.default_rng(seed),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
-
-
-def wilson(hits: int, n: int) -> Interval:
-    """95% interval of a share (E. B. Wilson, 1927, JASA 22)."""
-    z = 1.959964
-    share, spread = hits / n, z * math.sqrt(hits / n * (1 - hits / n) / n + z * z / (4 * n * n))
-    middle, scale = share + z * z / (2 * n), 1 + z * z / n
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 def bounds(interval: Interval | None, scale: Callable[[float], float] = float) -> dict[str, Any]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
 from kvbench.models.gguf import check_gguf, weights_files
 from kvbench.models.shape import LAYOUTS
 from kvbench.offline import fetch_command, fetched_folder
+
+POINTER = b"version https://git-lfs"
+TORCH_FILES = (b"PK", b"\x80")
+"""How torch's files begin: a zip archive, or a pickle as torch wrote it before 1.6."""
+BROKEN_PICKLE = ("PytorchStreamReader", "Ran out of input", "invalid load key", "npickl", "zip archive", "zip file")
+"""What torch says of a pytorch_model.bin that is not whole."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -47,7 +56,7 @@ class ModelSpec:
             return "random"
         if self.id is not None:
             return "hub"
-        return "gguf" if self.path is not None and self.path.endswith(".gguf") else "folder"
+        return "gguf" if self.path is not None and is_gguf(Path(self.path)) else "folder"
 
 
 def model_spec(node: Mapping[str, Any]) -> ModelSpec:
@@ -63,7 +72,8 @@ def model_spec(node: Mapping[str, Any]) -> ModelSpec:
     if source in ("id", "path"):
         given.pop("fetched", None)
     if source == "path":
-        name = Path(given["path"]).name.removesuffix(".gguf")
+        path = Path(given["path"])
+        name = path.stem if is_gguf(path) else path.name
     else:
         name = f"random-{given['random'].get('model_type')}" if source == "random" else given[source]
     return ModelSpec(**{"name": name, **given})
@@ -83,6 +93,12 @@ def check_keys(given: dict[str, Any]) -> None:
     heads = given.get("kv_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise UserError(f"model.kv_heads={heads!r} must be a whole number of at least 1")
+    for key in ("name", "id", "path", "fetched", "revision"):
+        if key in given and not isinstance(given[key], str | PurePath):
+            raise UserError(
+                f"model.{key} was read as the {type(given[key]).__name__} {given[key]!r}, and what was typed is lost: "
+                f"quote it, as in model.{key}='\"1.10\"'"
+            )
     for key in ("name", "id", "path", "fetched", "revision", "dtype", "device", "note", "mla"):
         if key in given:
             given[key] = str(given[key])
@@ -131,14 +147,31 @@ def checkpoint(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
             arguments["local_files_only"] = True
         return spec.id, arguments
     path = local_path(spec)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         check_gguf(path)
         return str(path.parent), arguments | {"gguf_file": path.name}
     if not (path / "config.json").is_file():
         raise UserError(f"{path} is no model folder: it has no config.json (model.path takes a folder or a .gguf file)")
     if not weights_files(path):
         raise UserError(f"{path} holds no weights: *.safetensors or pytorch_model*.bin must stand beside config.json")
+    for file in weights_files(path):
+        check_weights_file(file)
     return str(path), arguments
+
+
+def check_weights_file(file: Path) -> None:
+    """Raise UserError for git-lfs's note of where the weights are, and for a .bin that torch did not write."""
+    with file.open("rb") as opened:
+        start = opened.read(len(POINTER))
+    if start == POINTER:
+        raise UserError(f"{file} is a git-lfs pointer, not the weights: type git lfs pull in its folder")
+    if file.suffix == ".bin" and not start.startswith(TORCH_FILES):
+        raise UserError(f"{file} is no weights file of torch's: it is damaged or truncated; download it again")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file; the ending may be in capitals."""
+    return path.suffix.lower() == ".gguf"
 
 
 def local_path(spec: ModelSpec) -> Path:
@@ -147,9 +180,33 @@ def local_path(spec: ModelSpec) -> Path:
     path = Path(spec.path).expanduser()
     if not path.exists():
         raise UserError(f"model.path={spec.path} does not exist: give a model folder or a .gguf file")
-    if path.is_file() and path.suffix != ".gguf":
+    if path.is_file() and not is_gguf(path):
         raise UserError(f"model.path={spec.path} is a file but no .gguf: give a model folder or a .gguf file")
     return path
+
+
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    EOFError,
+    ArithmeticError,
+    AssertionError,
+    UnpicklingError,
+    BadZipFile,
+)
+"""What transformers, torch and the hub raise on a checkpoint that they cannot read or build."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is torch's that memory does not suffice, which is no fault of the checkpoint."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 @contextmanager
@@ -158,21 +215,28 @@ def one_line_errors(spec: ModelSpec, part: str = "") -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    expected = (OSError, ValueError, TypeError, ImportError, KeyError, AttributeError)
     try:
         yield
     except UserError:
         raise
-    except (*expected, StrictDataclassError, SafetensorError) as error:
+    except (*UNREADABLE, StrictDataclassError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         given = f"model.id={spec.id}" if spec.id is not None else spec.name
         if spec.path is not None:
             given = f"model.path={spec.path}"
-        raise UserError(f"cannot load {part}{given}: {advice(spec, str(error))}") from error
+        raise UserError(f"cannot load {part}{given}: {advice(spec, error)}") from error
 
 
-def advice(spec: ModelSpec, message: str) -> str:
+def advice(spec: ModelSpec, error: Exception) -> str:
     """What to do about a failed load, in one line; else the first 300 characters of what the library said."""
-    text = " ".join(message.split())
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "mismatch" in text:
+        return (
+            f"its weights have other shapes than config.json says ({text[:200]}); give the config that belongs to them"
+        )
+    if isinstance(error, UnpicklingError | EOFError | BadZipFile) or any(sign in text for sign in BROKEN_PICKLE):
+        return f"its weights file is damaged or truncated ({text[:100]}); download it again"
     if "trust_remote_code" in text:
         return "it runs code of its own; if you trust it, add model.trust_remote_code=true"
     if "unexpected keyword argument" in text and spec.load_kwargs:

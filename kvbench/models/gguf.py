@@ -5,8 +5,6 @@ Importing this imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import struct
 from collections.abc import Iterator
@@ -39,12 +37,20 @@ def check_gguf(path: Path) -> GGUFReader:
     if magic != b"GGUF":
         raise UserError(f"{path} is not a GGUF file: it does not begin with the four bytes 'GGUF'")
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
+        parts = reader.fields.get("split.count")
+        count = 1 if parts is None else int(parts.contents())
     except BROKEN_GGUF as error:
         raise UserError(
             f"{path} is a truncated or damaged GGUF file: its header does not parse or promises more than "
             f"its {size} bytes; download it again"
         ) from error
+    if count > 1:
+        raise UserError(
+            f"{path} is one of {count} parts of a split GGUF file, and transformers loads whole ones: join them with "
+            "llama-gguf-split --merge FIRST_PART WHOLE.gguf and give that"
+        )
+    return reader
 
 
 def gguf_tokenizer(path: Path) -> Any:
@@ -93,33 +99,6 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
     for name, weight in loaded.state_dict().items():
         if not torch.equal(written[name], weight.to(torch.bfloat16)):
             raise RuntimeError(f"{name} changed on its way through {folder}")
-
-
-def weights_fingerprint(path: Path) -> str:
-    """12 hex digits that change when a checkpoint changes, without reading all of it.
-
-    For a folder: sha256 over config.json (less the version of the library that wrote it), the tokenizer's
-    files and, for each weights file, its name, its size and its first and last MiB (a safetensors header lies
-    in the first). For a GGUF file: the file. A change only in the middle of a weights file that keeps its
-    size goes unseen.
-    """
-    digest = hashlib.sha256()
-    files = [path] if path.is_file() else weights_files(path)
-    if path.is_dir():
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        config.pop("transformers_version", None)
-        digest.update(json.dumps(config, sort_keys=True).encode())
-        for pattern in ("tokenizer*", "vocab*", "merges*"):
-            for vocabulary in sorted(p for p in path.glob(pattern) if p.is_file()):
-                digest.update(vocabulary.read_bytes())
-    for weights in files:
-        size = weights.stat().st_size
-        digest.update(f"{weights.name if path.is_dir() else ''}:{size};".encode())
-        with weights.open("rb") as file:
-            digest.update(file.read(2**20))
-            file.seek(max(0, size - 2**20))
-            digest.update(file.read(2**20))
-    return digest.hexdigest()[:12]
 
 
 def weights_files(folder: Path) -> list[Path]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
 from kvbench.models.checkpoint import ModelSpec, checkpoint, local_path, model_spec, one_line_errors
-from kvbench.models.gguf import gguf_tokenizer, weights_fingerprint
+from kvbench.models.fingerprint import weights_fingerprint
+from kvbench.models.gguf import gguf_tokenizer
+from kvbench.models.gguf_rotary import GGUFRotary, divide_frequencies, gguf_rotary, scale_config
 from kvbench.models.shape import (
     ModelShape,
     choose_mla_layout,
@@ -19,6 +22,7 @@ from kvbench.models.shape import (
     shape_of,
     with_kv_heads,
 )
+from kvbench.models.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +48,7 @@ class LoadedModel(ModelShape):
     dtype: torch.dtype
     device: torch.device
     note: str | None
+    unused_weights: tuple[str, ...] = ()  # names in the checkpoint that the model has no place for
 
     @property
     def weights(self) -> str:
@@ -58,7 +63,12 @@ class LoadedModel(ModelShape):
     def remark(self) -> str | None:
         """What every row of this model must say; None where there is nothing unusual."""
         weights = RANDOM_WEIGHTS if self.source == "random" else None
-        return "; ".join(filter(None, (weights, self.note, super().remark))) or None
+        unused = (
+            f"{len(self.unused_weights)} weights of the checkpoint are not used, as {self.unused_weights[0]}"
+            if (self.unused_weights)
+            else None
+        )
+        return "; ".join(filter(None, (weights, unused, self.note, super().remark))) or None
 
 
 def end_tokens(loaded: LoadedModel) -> list[int]:
@@ -116,14 +126,19 @@ def load_model(spec: ModelSpec) -> LoadedModel:
     dtype = pick_dtype(spec.dtype, device)
     tokenizer = load_tokenizer(spec)
     shape = describe(spec)
-    model = random_model(spec, dtype, device) if spec.random else pretrained_model(spec, dtype, device)
+    check_vocabulary(tokenizer, shape.vocab_size)
+    unused: tuple[str, ...] = ()
+    if spec.random:
+        model = random_model(spec, dtype, device)
+    else:
+        model, unused = pretrained_model(spec, dtype, device)
     model.eval().requires_grad_(False)
     choose_mla_layout(model.config, spec.mla, spec.name)
     if has_own_code(spec, model.config):  # its class is known only now
         refuse_without_attention_interface(type(model), spec.name)
     convert_kv_heads(model, shape)
     return LoadedModel(
-        **asdict(shape),
+        **{field.name: getattr(shape, field.name) for field in fields(shape)},
         model=model,
         tokenizer=tokenizer,
         name=spec.name,
@@ -132,6 +147,7 @@ def load_model(spec: ModelSpec) -> LoadedModel:
         dtype=model.dtype,
         device=torch.device(model.device),
         note=spec.note,
+        unused_weights=unused,
     )
 
 
@@ -145,11 +161,25 @@ def load_config(spec: ModelSpec) -> Any:
             raise UserError(
                 f"model.random.model_type={kind} is not known to transformers: write llama, qwen3, gemma2 ..."
             )
+        check_random_sizes(spec.random)
         with one_line_errors(spec, "the random config of "):
             return AutoConfig.for_model(kind, **settings)
     where, arguments = checkpoint(spec)
     with one_line_errors(spec):
-        return AutoConfig.from_pretrained(where, **arguments)
+        config = AutoConfig.from_pretrained(where, **arguments)
+    if spec.source == "gguf":
+        scale_config(config, gguf_rotary(local_path(spec)))
+    return config
+
+
+def check_random_sizes(settings: Mapping[str, Any]) -> None:
+    """Raise UserError for a size or a seed of `model.random` that is not a whole number in its range."""
+    for key, value in settings.items():
+        lowest = 0 if key == "seed" else 1
+        counts = key == "seed" or key.startswith("num_") or key.endswith(("_size", "_dim", "_layers", "_positions"))
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if counts and value is not None and (not whole or not lowest <= value < 2**63):
+            raise UserError(f"model.random.{key}={value!r} must be a whole number of at least {lowest}")
 
 
 def has_own_code(spec: ModelSpec, config: Any) -> bool:
@@ -176,26 +206,35 @@ def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> A
 
     config = load_config(spec)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(int(spec.random.get("seed", 0)))
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        torch.manual_seed(spec.random.get("seed", 0))
+        with one_line_errors(spec, "the random weights of "):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def pretrained_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
+def pretrained_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Any, tuple[str, ...]]:
+    """The checkpoint's model, and the names of weights in the checkpoint that the model has no place for.
+
+    Raises UserError where weights are missing, damaged or of other shapes than the config says.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     where, arguments = checkpoint(spec)
     logging.disable_progress_bar()  # a bar for seconds; an error after it would not stand alone
+    rotary = gguf_rotary(local_path(spec)) if spec.source == "gguf" else GGUFRotary()
+    if rotary.scaling is not None:
+        arguments["config"] = load_config(spec)
     with one_line_errors(spec):
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, output_loading_info=True, **arguments, **spec.load_kwargs
         )
-    missing = sorted(report["missing_keys"])
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing:
         raise UserError(f"{spec.name} lacks {len(missing)} weights that its config calls for, as {missing[0]}")
+    divide_frequencies(model, rotary, Path(where))
     if "device_map" not in spec.load_kwargs and model.device != device:
         model.to(device)
-    return model
+    return model, tuple(unexpected)
 
 
 def revision_of(spec: ModelSpec) -> str:
@@ -223,6 +262,8 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
     except RuntimeError as error:
         raise UserError(f"model.device={wanted} is not known: write auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"model.device={wanted}: kvbench runs on cpu and cuda; write auto, cpu, cuda or cuda:1")
     if device.type != "cuda":
         return device
     if (device.index or 0) >= torch.cuda.device_count():

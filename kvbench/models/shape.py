@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from kvbench.errors import UserError
+from kvbench.models.frequencies import FrequencyChange, frequency_change
+from kvbench.models.reach import Reach, reach_of
 
-SLIDING = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 STATES = {"linear_attention", "conv"}
 """Kinds of layers that keep a state of fixed size instead of keys and values."""
-UNSUPPORTED = {"hybrid", "hybrid_sliding", "mamba", "recurrent"}
-"""Kinds that keep a state beside keys and values, or in a way of their own."""
+ATTENTION = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that keep keys and values. Every other kind is refused: a state beside keys and values (hybrid), no
+cache at all (mlp), compressed or indexed attention."""
+
+REFUSED = {
+    "bert-generation": "is an encoder unless it is configured as a decoder",
+    "diffllama": "attends twice in each layer, over halves of its values (differential attention)",
+    "doge": "masks keys by values that it computes itself (dynamic mask attention)",
+    "dory": "runs its layers in loops, each with keys and values of its own",
+    "git": "reads images beside text",
+    "jetmoe": "repeats keys and values between its cache and attention, in an order of its own",
+    "minimax": "keeps a cache class of its own for its lightning attention",
+}
+"""Families, by model type, that cannot be measured; what each does."""
 
 LAYOUTS = ("absorbed", "latent", "expand")
 """What is cached of multi-head latent attention, and how it is attended over; see `kvbench.cache.mla`."""
@@ -41,6 +56,7 @@ class ModelShape:
     state_layers: int
     vocab_size: int
     mla: str | None  # one of LAYOUTS; None for a model without latent attention
+    frequency_change: FrequencyChange | None  # where rotary frequencies change with the length of the text
 
     @property
     def converted(self) -> bool:
@@ -100,7 +116,7 @@ def shape_of(config: Any) -> ModelShape:
             kv_heads = 1
         head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     kinds = layer_kinds(config)
-    if any(kind in STATES | UNSUPPORTED for kind in kinds):
+    if any(kind not in ATTENTION for kind in kinds):
         arch = "hybrid"
     else:
         arch = "mla" if latent_rank is not None else shared_heads(kv_heads, query_heads)
@@ -113,10 +129,11 @@ def shape_of(config: Any) -> ModelShape:
         value_dim=value_dim,
         n_layers=config.num_hidden_layers,
         max_positions=getattr(config, "max_position_embeddings", None),
-        sliding_layers=sum(kind in SLIDING for kind in kinds),
+        sliding_layers=sum(reach is not None for reach in layer_reaches(config)),
         state_layers=sum(kind in STATES for kind in kinds),
         vocab_size=config.vocab_size,
         mla=mla,
+        frequency_change=frequency_change(config),
     )
 
 
@@ -168,9 +185,35 @@ def layer_kinds(config: Any) -> list[str]:
 
 def layer_windows(config: Any) -> list[int | None]:
     """The window of each layer with keys and values, in tokens; None for those that attend to everything."""
+    return [None if reach is None else reach.window for reach in layer_reaches(config)]
+
+
+def layer_reaches(config: Any) -> list[Reach | None]:
+    """How far each layer with keys and values sees; None for those that attend to everything.
+
+    A key of the config counts only where the family's code builds a mask from it: Llama's has no sliding window,
+    whatever its config says. `kvbench.gate` holds the answer against the masks that the loaded model builds.
+    """
     kinds = [kind for kind in layer_kinds(config) if kind not in STATES]
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    return [window if kind in SLIDING else None for kind in kinds]
+    source = modelling_source(type(config))  # type: ignore[arg-type]
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    slides = reach_of(window if "create_sliding_window_causal_mask" in source else None, config, chunked=False)
+    chunks = reach_of(chunk if "create_chunked_causal_mask" in source else None, config, chunked=True)
+    if "layer_types" not in source:  # one mask for all layers
+        return [slides or chunks] * len(kinds)
+    reaches = {"sliding_attention": slides, "chunked_attention": chunks}
+    return [reaches.get(kind) for kind in kinds]
+
+
+@cache
+def modelling_source(config_class: type) -> str:
+    """The source text of the family's modelling file; for a class that transformers does not know, the names of all
+    masks, so that the config's keys are believed."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "create_sliding_window_causal_mask create_chunked_causal_mask layer_types"
+    return inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__module__])
 
 
 def state_numbers(config: Any) -> tuple[int, int]:
@@ -204,6 +247,8 @@ def refuse_unsupported(config: Any, name: str) -> None:
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     kind = config.model_type
+    if kind in REFUSED and not (kind == "bert-generation" and config.is_decoder):
+        raise UserError(f"{name} ({kind}) {REFUSED[kind]}, which kvbench does not follow: choose another model")
     if getattr(config, "is_heterogeneous", False):  # before anything is read that may differ from layer to layer
         raise UserError(
             f"{name} ({kind}) has layers with heads of different sizes or numbers, which kvbench does not follow: "
@@ -229,11 +274,11 @@ def refuse_unsupported(config: Any, name: str) -> None:
     if getattr(config, "num_attention_heads", None) is None:
         raise UserError(f"{name} ({kind}) has no attention heads, so no KV cache to shrink: choose a transformer")
     kinds = layer_kinds(config)
-    unsupported = sorted(UNSUPPORTED.intersection(kinds))
+    unsupported = sorted(set(kinds) - ATTENTION - STATES)
     if unsupported:
         raise UserError(
-            f"{name} ({kind}) has {', '.join(unsupported)} layers, which keep a state in a way that kvbench does not "
-            "follow: choose a hybrid whose layers keep either a state or keys and values (LFM2, Qwen3-Next)"
+            f"{name} ({kind}) has {', '.join(unsupported)} layers, whose cache kvbench does not follow: choose a model "
+            "whose layers keep either keys and values or a state (Llama, LFM2, Qwen3-Next)"
         )
     if STATES.issuperset(kinds):
         raise UserError(f"{name} ({kind}) has no attention layers, so no KV cache to shrink: choose another model")

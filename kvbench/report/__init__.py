@@ -1,1 +1,1 @@
-"""From rows on disk to tables, plots and one page: `python -m kvbench.report PATH`. Imports no torch."""
+"""From rows on disk to tables, figures and one page: `python -m kvbench.report PATH`. Imports no torch."""

@@ -1,4 +1,4 @@
-"""`python -m kvbench.report PATH [PATH ...] [--out DIR]`: a page, tables and plots from run folders."""
+"""`python -m kvbench.report PATH [PATH ...] [--out DIR]`: a page, tables and figures from run folders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
+from kvbench.files import writing_to
 
 EXAMPLE = "python -m kvbench.report results/"
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the report; 0 if it was written, 2 after one line on stderr if the input cannot be used."""
     parser = _Parser(
         prog="python -m kvbench.report",
-        description="Write report.html, report.md, tables and plots from run folders, also while they still run.",
+        description="Write report.html, report.md, tables and figures from run folders, finished or still running.",
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", type=Path, help="run folder or folder of them")
     parser.add_argument(
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs=2,
         metavar=("OLD", "NEW"),
         type=Path,
-        help="instead: what moved between two sweeps, beyond intervals (into NEW/against)",
+        help="instead: what changed between two sweeps beyond the intervals (into NEW/against)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: PATH/report)")
     try:
@@ -39,13 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             old, new = given.against
             return _against(old, new, given.paths, given.out)
         out = _out_folder(given.paths, given.out)
-        # Imported late: matplotlib and pandas cost a second that --help and a typing error need not pay.
-        from kvbench.report.page import write_report
-        from kvbench.results.folder import check_writable, find_runs
+        # Imported late: matplotlib and pandas take a second, which --help and a typing error need not wait for.
+        from kvbench.report.page.write import write_report
+        from kvbench.results.folder import check_writable
+        from kvbench.results.loading import find_runs
 
-        find_runs(given.paths)  # before anything is made
+        find_runs(given.paths)  # raises before anything is written
         check_writable(out, "report folder")
-        print(write_report(given.paths, out))
+        with writing_to(out, "report folder"):
+            page = write_report(given.paths, out)
+        print(page)
     except UserError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -55,19 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _against(old: Path, new: Path, others: Sequence[Path], out: Path | None) -> int:
     if others:
         raise UserError(
-            f"--against takes OLD and NEW, and {str(others[0])!r} beside them; type for example: "
+            f"--against takes two paths, OLD and NEW; {str(others[0])!r} is a third; type for example: "
             "python -m kvbench.report --against results/old results/new"
         )
     from rich.console import Console
 
-    from kvbench.report.against import write_against
-    from kvbench.report.tables import for_terminal
-    from kvbench.results.folder import check_writable, find_runs
+    from kvbench.report.page.write import write_changes
+    from kvbench.report.tables.table import for_terminal
+    from kvbench.results.folder import check_writable
+    from kvbench.results.loading import find_runs
 
     find_runs([old, new])
     out = out or (new.parent if new.is_file() else new) / "against"
     check_writable(out, "report folder")
-    table, sentence = write_against(old, new, out)
+    with writing_to(out, "report folder"):
+        table, sentence = write_changes(old, new, out)
     console = Console()
     if table is not None:
         console.print(for_terminal(table, console.width))

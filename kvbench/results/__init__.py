@@ -1,1 +1,1 @@
-"""Rows, run folders, claims and statuses: everything that lies on disk. Imports no torch."""
+"""Everything on disk: rows, run folders, claims, statuses, the ledger of cells. Imports no torch."""

@@ -1,6 +1,6 @@
 """How a measure's main numbers are shown: plain data that each measure declares and each run folder records.
 
-The terminal and the report draw any measure's table from it, also for a measure that they have never heard of.
+The terminal and the report draw the table of any measure from this data, also for measures defined outside kvbench.
 """
 
 from __future__ import annotations

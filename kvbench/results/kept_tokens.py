@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from kvbench.errors import UserError
-from kvbench.results.row import ARROW, KINDS, KNOBS, Row
+from kvbench.results.checks import skip
+from kvbench.results.row import ARROW, KINDS, KNOBS, Row, with_columns
+from kvbench.results.run_files import read_parquet
 
 KEPT = "kept.parquet"
 NAMED = ("run", "model", *KNOBS, "measure", "protocol", "question", "context")
 """Columns that say whose tokens these are, as in metrics.parquet."""
-COUNTED = ("sample", "layer", "head", "position")
+COUNTED = {"sample": 10**6, "layer": 10**4, "head": 10**4, "position": 10**8}
+"""The other columns, with the largest value that a sound file can hold."""
 SCHEMA = pa.schema(
     [*(pa.field(name, ARROW[KINDS[name]]) for name in NAMED), *(pa.field(name, pa.int32()) for name in COUNTED)]
 )
@@ -60,20 +62,36 @@ def to_table(kept: Iterable[Kept], run: str) -> pa.Table:
 
 
 def read_kept(runs: Iterable[Path]) -> pd.DataFrame:
-    """The kept tokens of run folders; of a method that several measured alike, the last one's. Empty where none was
-    saved. Raises UserError for a file that cannot be read."""
-    frames = []
-    for file in (run / KEPT for run in runs):
-        if not file.exists():
-            continue
-        try:
-            # Folders written by other versions may lack a column or have one more.
-            frames.append(pq.read_table(file).to_pandas().reindex(columns=list(SCHEMA.names)))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"{str(file)!r} is not a readable parquet file; remove it or restore it") from error
+    """The kept tokens of run folders, empty where none were saved. Of runs that measured one method alike, the last.
+
+    Damaged files are skipped with a warning.
+    """
+    frames = [table.to_pandas() for run in runs if (table := _read(run / KEPT)) is not None]
     if not frames:
         return pd.DataFrame(columns=list(SCHEMA.names))
     tokens: pd.DataFrame = pd.concat(frames, ignore_index=True)
     same = [name for name in NAMED if name != "run"]
     last = tokens.groupby(same, dropna=False, sort=False)["run"].transform("last")
     return tokens.loc[tokens["run"] == last]
+
+
+def _read(file: Path) -> pa.Table | None:
+    """The table of one kept.parquet in the columns of SCHEMA; None if it is absent or damaged."""
+    table = read_parquet(file)
+    if table is None:
+        return None
+    try:
+        table = with_columns(table, SCHEMA)
+        wrong = [name for name, most in COUNTED.items() if not _lies_in(table[name], most)]
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        skip(file, f"a column holds values of another kind ({error})")
+        return None
+    if wrong:
+        skip(file, f"{wrong[0]} is not a number from 0 to {COUNTED[wrong[0]]:,} everywhere")
+        return None
+    return table
+
+
+def _lies_in(column: pa.ChunkedArray, most: int) -> bool:
+    lowest, highest = (pc.min(column).as_py(), pc.max(column).as_py()) if len(column) else (0, 0)
+    return column.null_count == 0 and 0 <= lowest and highest <= most

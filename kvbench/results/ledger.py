@@ -1,4 +1,4 @@
-"""What became of cells: the records that run folders keep of them. No torch here."""
+"""What became of cells: the records of them in all run folders of a results folder. No torch here."""
 
 from __future__ import annotations
 
@@ -7,32 +7,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.files import read_json
+from kvbench.files import find_files
 from kvbench.results.claims import is_alive
-from kvbench.results.folder import STATUS, rows_between
 from kvbench.results.row import Row, rows_of
+from kvbench.results.run_files import METRICS, STATUS, RunFiles, read_run
 
 DONE = ("ok", "oom", "skipped")
-"""What needs no second attempt: running out of memory is a result."""
+"""Statuses that need no second attempt: running out of memory is a result."""
 RERUN = (None, "failed", "all")
+ORDER = ("ok", "oom", "skipped", "running", "waiting", "failed", "interrupted", "unreadable", "elsewhere")
+"""Statuses of a record; of several records of a cell the one that comes first here counts."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A cell as a run folder's status.json has it."""
+    """What a run folder's status.json says of one cell. alive: whether the process of that run is running."""
 
-    run: Path
+    files: RunFiles
     content: dict[str, Any]
     alive: bool
 
     @property
-    def status(self) -> str:
-        """waiting | running | ok | oom | failed | interrupted | skipped | elsewhere.
+    def run(self) -> Path:
+        return self.files.run
 
-        What a process had begun and not finished when it died is interrupted, whatever its file says.
+    @property
+    def status(self) -> str:
+        """One of `ORDER`.
+
+        interrupted: begun or waiting in a run whose process has ended. unreadable: finished, and its rows cannot be
+        read, because metrics.parquet is lost or damaged.
         """
-        stated = str(self.content.get("status"))
-        return "interrupted" if stated in ("running", "waiting") and not self.alive else stated
+        stated = str(self.content["status"])
+        if stated in ("running", "waiting"):
+            return stated if self.alive else "interrupted"
+        return stated if self.files.can_read(self.content) else "unreadable"
 
     @property
     def finished(self) -> float:
@@ -41,47 +50,55 @@ class Record:
 
 
 class Ledger:
-    """The cells that the run folders below `results` record, read again where a status.json has changed."""
+    """The cells that the run folders below `results` record, read again where a file of theirs has changed."""
 
     def __init__(self, results: Path) -> None:
         self.results = results
-        self._read: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}
+        self._read: dict[Path, tuple[tuple[Any, ...], RunFiles]] = {}
+
+    def runs(self) -> list[RunFiles]:
+        """Status and rows of every run folder, oldest folder first."""
+        folders = {file.parent for file in find_files(self.results, STATUS, METRICS)}
+        return [self._files(run) for run in sorted(folders, key=lambda run: (run.name, run))]
 
     def records(self) -> Iterator[Record]:
         """Every record of every run folder, oldest folder first."""
-        for file in sorted(self.results.rglob(STATUS), key=lambda file: file.parent.name):
-            if any(part.startswith(".") for part in file.relative_to(self.results).parts):
-                continue
-            status = self._status(file)
-            cells = status.get("cells") or []
-            alive = is_alive(status.get("owner"), file) if status.get("status") == "running" else False
-            for content in cells:
-                yield Record(file.parent, content, alive)
+        for files in self.runs():
+            running = files.status["status"] == "running"
+            alive = running and is_alive(files.status.get("owner"), files.run / STATUS)
+            for content in files.status.get("cells") or []:
+                yield Record(files, content, alive)
 
     def by(self, name: str) -> dict[str, list[Record]]:
-        """Records by `key`, `id` or `kind`."""
+        """Records by `key`, `id` or `kind`; records without that field are left out."""
         found: dict[str, list[Record]] = {}
         for record in self.records():
-            found.setdefault(str(record.content.get(name)), []).append(record)
+            if value := record.content.get(name):
+                found.setdefault(value, []).append(record)
         return found
 
-    def _status(self, file: Path) -> dict[str, Any]:
-        try:
-            stat = file.stat()
-        except OSError:
-            return {}
-        stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if file not in self._read or self._read[file][0] != stamp:
-            self._read[file] = (stamp, read_json(file))
-        return self._read[file][1]
+    def _files(self, run: Path) -> RunFiles:
+        stamp = (_stamp(run / STATUS), _stamp(run / METRICS))
+        if run not in self._read or self._read[run][0] != stamp:
+            self._read[run] = (stamp, read_run(run))
+        return self._read[run][1]
 
 
-def settled(records: Iterable[Record], rerun: str | None = None, since: float = 0.0) -> Record | None:
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """What changes whenever a file is written; None if it is absent."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def reusable_record(records: Iterable[Record], rerun: str | None = None, since: float = 0.0) -> Record | None:
     """The record that makes another run of its cell unnecessary, or None.
 
-    rerun: null takes what is in DONE, `failed` only what is ok, `all` nothing; what was finished after `since`
-    (seconds since the epoch: when this command began) counts in any case, so that a job that was requeued, or two
-    jobs with a cell in common, run nothing twice.
+    rerun: None accepts the statuses in DONE, `failed` only ok, `all` none. A record finished after `since` (seconds
+    since the epoch: when this command began) is accepted in any case, so that a job that was queued again, or two jobs
+    with a cell in common, measure nothing twice.
     """
     best = None
     for record in records:
@@ -93,18 +110,15 @@ def settled(records: Iterable[Record], rerun: str | None = None, since: float = 
     return best
 
 
-def standing(records: Iterable[Record]) -> Record | None:
-    """Of several records of a cell the one that tells where it stands: a result, else who is at it, else the last."""
-    order = ("ok", "oom", "skipped", "running", "waiting", "failed", "interrupted", "elsewhere")
-    ranked = sorted(records, key=lambda record: (-order.index(record.status), record.finished))
+def latest_status(records: Iterable[Record]) -> Record | None:
+    """Of several records of a cell the one that tells its status: finished, else running, else the last attempt."""
+    ranked = sorted(records, key=lambda record: (-ORDER.index(record.status), record.finished))
     return ranked[-1] if ranked else None
 
 
 def record_rows(record: Record) -> list[Row]:
-    """The rows that a cell's record names; none where its file is gone."""
-    if not record.content.get("rows"):
+    """The rows of a record; none where it has none or they cannot be read."""
+    rows = record.content.get("rows")
+    if not rows or not record.files.can_read(record.content):
         return []
-    try:
-        return rows_of(rows_between(record.run, *record.content["rows"]))
-    except OSError:
-        return []
+    return rows_of(record.files.frame(range(*rows)))

@@ -1,4 +1,4 @@
-"""Where a number came from: code, packages, machine and command, gathered without importing torch."""
+"""Provenance of a run: its code, packages, machine and command. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ VARIABLES = (
     "SLURM_CPUS_PER_TASK",
     "SLURM_RESTART_COUNT",
 )
-"""Of the environment: what can move a number, where models come from, and which job this was."""
+"""Environment variables that can change a number, say where models are, or name the Slurm job."""
 MOST_DIFF = 200_000
 """Characters of the working tree's diff that are kept."""
 SOURCE_SUFFIXES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
 
 
 def collect(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Everything about code and machine that a run should remember, as plain JSON types.
+    """Code, packages, machine and command of this process, as plain JSON types.
 
     `command` is the argument vector to record; by default the one this process was started with.
     """
@@ -112,13 +112,13 @@ def package_version(name: str) -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that can move a number, those that are installed."""
+    """Versions of the packages that can change a number, of those that are installed."""
     versions = {name: package_version(name) for name in PACKAGES}
     return {name: version for name, version in versions.items() if version is not None}
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout this package runs from, and what differs from it: a hash, the diff, the untracked files.
+    """Commit of the checkout that this package runs from, and how the files differ: a hash, the diff, untracked files.
 
     None when the package is not running from its own checkout: an installed copy may well lie inside somebody
     else's repository, whose commit would say nothing.
@@ -146,7 +146,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def source_hash() -> str:
-    """sha256 over the source that can change a number: `kvbench/` without `report/`, and `methods/`.
+    """sha256 of the source that can change a number: `kvbench/` without `report/`, and `methods/`.
 
     File names count relative to their package, so a checkout and a wheel of the same code agree.
     """
@@ -173,7 +173,7 @@ def _methods_folder() -> Path | None:
 
 
 def cpu_name() -> str:
-    """Marketing name of the processor; the architecture where the system does not tell."""
+    """Marketing name of the processor; its architecture where the system does not tell the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -186,7 +186,7 @@ def cpu_name() -> str:
 
 
 def cpu_clock_mhz() -> dict[str, float] | None:
-    """Slowest and fastest core at this moment, and the highest clock allowed where the system tells. None elsewhere."""
+    """Clocks of the slowest and the fastest core now, and the highest allowed; None where the system tells none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -199,13 +199,13 @@ def cpu_clock_mhz() -> dict[str, float] | None:
 
 
 def gpus() -> list[dict[str, str]]:
-    """One entry per NVIDIA GPU as nvidia-smi prints it. [] without one.
+    """One entry per NVIDIA GPU, as nvidia-smi prints it; [] without a GPU.
 
     name, uuid, driver, memory_mib; where the driver knows them also clocks in MHz, the power limit in W and the bits
     that say what throttles it at this moment.
     """
     known = _smi({"name": "name", "uuid": "uuid", "driver": "driver_version", "memory_mib": "memory.total"})
-    # Asked apart: a driver that does not know one name answers none of a query.
+    # Separate queries: a driver that does not know one name answers nothing of the query.
     for more in (
         {
             "clock_sm_mhz": "clocks.sm",
@@ -221,7 +221,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def _smi(fields: dict[str, str]) -> list[dict[str, str]]:
-    """What nvidia-smi answers to its `fields`, one entry a GPU; [] where it does not."""
+    """The answer of nvidia-smi to a query of `fields`, one entry a GPU; [] where it fails."""
     text = _output("nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits")
     lines = [[cell.strip() for cell in line.split(",")] for line in (text or b"").decode(errors="replace").splitlines()]
     return [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]

@@ -1,4 +1,4 @@
-"""The row: one measured number and every knob that made it, and rows as a table.
+"""The row: one measured number with every setting that it depends on; and rows as a table.
 
 The columns are the fields of `Row` and are listed nowhere else.
 """
@@ -9,10 +9,11 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 WEIGHTS = ("trained", "repeated", "pooled", "random")
 """Where a model's weights come from. trained: a checkpoint. repeated, pooled: a checkpoint whose KV heads were repeated
@@ -37,7 +38,7 @@ ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number and everything that made it. None means: this knob plays no part here."""
+    """One measured number with the settings that it depends on. None: the setting does not apply to this number."""
 
     run: str | None = None  # name of the run folder; filled in by RunFolder.add
     model: str | None = None
@@ -107,21 +108,53 @@ GRAPH = ", graph"
 """What `kernel` ends in where a step was the replay of a captured CUDA graph."""
 
 COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Row))
-# What tells one compared method from another; the rest of a row says what was measured, and where.
-KNOBS = (
-    "method",
-    "store",
-    "bits",
-    "k_bits",
-    "v_bits",
-    "group",
-    "residual",
-    "budget",
-    "sinks",
-    "window",
-    "variant",
-    "knobs",
-)
+
+Role = Literal["folder", "identity", "follows", "knob", "setting", "place", "result"]
+ROLES: dict[Role, tuple[str, ...]] = {
+    "folder": ("run",),
+    "identity": ("model", "revision", "arch", "kv_heads", "converted"),
+    "follows": ("tokenizer", "weights"),
+    "knob": (
+        "method",
+        "store",
+        "bits",
+        "k_bits",
+        "v_bits",
+        "group",
+        "residual",
+        "budget",
+        "sinks",
+        "window",
+        "variant",
+        "knobs",
+    ),
+    "setting": (
+        "protocol",
+        "question",
+        "dataset",
+        "context",
+        "batch",
+        "dtype",
+        "device",
+        "kernel",
+        "threads",
+        "seed",
+        "stride",
+        "bos",
+    ),
+    "place": ("measure", "metric", "depth", "position"),
+    "result": ("value", "unit", "low", "high", "n", "status", "note", "flags"),
+}
+"""What each column says. Every column has one role.
+
+folder: where the row was written. identity: which model. follows: determined by the model, so it tells no two rows
+apart. knob: which method. setting: how it was measured. place: which number of that method and setting this is.
+result: the number and what became of it.
+"""
+KNOBS = ROLES["knob"]
+"""What tells one compared method from another."""
+IDENTITY = (*ROLES["identity"], *KNOBS, *ROLES["setting"])
+"""Rows that agree in these columns belong to one line of a comparison; the columns of role `place` differ inside it."""
 
 
 def _kind(hint: Any) -> type:
@@ -160,16 +193,29 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return frame_of_table(table_of(list(rows)))
 
 
-def frame_of_table(table: pa.Table) -> pd.DataFrame:
-    """An Arrow table in nullable dtypes."""
-    # Folders written by other versions may lack a column or have one more.
+def to_rows(table: pa.Table) -> pa.Table:
+    """The table with the columns of `SCHEMA`. Raises as `with_columns` does."""
+    table = with_columns(table, SCHEMA)
+    status = COLUMNS.index("status")
+    return table.set_column(status, SCHEMA.field(status), pc.fill_null(table["status"], "ok"))
+
+
+def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the columns of a schema, null where it lacks one: other versions wrote fewer columns, or more.
+
+    Raises ArrowInvalid, ArrowNotImplementedError or KeyError where values are of another kind.
+    """
+    known = set(table.column_names)
     columns = [
-        table[name].cast(SCHEMA.field(name).type)
-        if name in table.column_names
-        else pa.nulls(table.num_rows, SCHEMA.field(name).type)
-        for name in COLUMNS
+        table[field.name].cast(field.type) if field.name in known else pa.nulls(table.num_rows, field.type)
+        for field in schema
     ]
-    frame: pd.DataFrame = pa.Table.from_arrays(columns, schema=SCHEMA).to_pandas(
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def frame_of_table(table: pa.Table) -> pd.DataFrame:
+    """A table of `SCHEMA` in nullable dtypes."""
+    frame: pd.DataFrame = table.to_pandas(
         types_mapper=_PANDAS.get,
         use_threads=False,  # tables of some rows; and in a memory limit no thread can start
     )
@@ -181,14 +227,14 @@ HUGE = 1e100
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame as `kvbench.results.folder.load` returns it, with None for what is missing."""
+    """The rows of a frame as `kvbench.results.loading.load` returns it, with None for what is missing."""
     plain = frame[list(COLUMNS)].astype(object)
     records = plain.where(frame.notna(), None).to_dict("records")
     return [_sound(Row(**{str(name): value for name, value in record.items()})) for record in records]
 
 
 def _sound(row: Row) -> Row:
-    """The row with numbers that a table and an axis can hold: None for the others, an interval whole or not at all."""
+    """The row with None for numbers that no table and no axis can hold, and for an interval with such a bound."""
     value = row.value if row.value is not None and abs(row.value) < HUGE else None
     bounds = [bound for bound in (row.low, row.high) if bound is not None and abs(bound) < HUGE]
     low, high = sorted(bounds) if len(bounds) == 2 else (None, None)

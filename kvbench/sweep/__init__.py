@@ -1,1 +1,1 @@
-"""Cells and sweeps: what is planned, who is at it, what is done. Only `job` imports torch."""
+"""Planning sweeps, the jobs of a sweep, and what became of their cells. Only `job` imports torch."""

@@ -21,7 +21,7 @@ from kvbench.config import MethodConfig
 from kvbench.files import plain
 from kvbench.measures.measure import Measure
 from kvbench.results import provenance
-from kvbench.results.folder import resume_key
+from kvbench.results.resume_key import resume_key
 
 SHARED = ("model", "data", "seed", "kernel", "threads")
 """What all cells of a run have in common, from its config."""

@@ -11,9 +11,10 @@ from typing import Any
 
 from kvbench.measures.context import Journal, MethodRun, RunContext
 from kvbench.results.claims import Claims, beating
-from kvbench.results.folder import STATUS, RunFolder
-from kvbench.results.ledger import DONE, Ledger, Record, record_rows, settled, standing
+from kvbench.results.folder import RunFolder
+from kvbench.results.ledger import DONE, Ledger, Record, latest_status, record_rows, reusable_record
 from kvbench.results.row import KNOBS, Row, with_flags
+from kvbench.results.run_files import STATUS
 from kvbench.sweep.cells import Cell, Part
 from kvbench.sweep.plan import Job
 from kvbench.sweep.signals import Stops, Terminated, stoppable
@@ -46,7 +47,7 @@ class Work:
     def records(self) -> list[Record | None]:
         """Where each cell stands on disk."""
         by_key = self.ledger.by("key")
-        return [standing(by_key.get(cell.key, [])) for cell in self.cells]
+        return [latest_status(by_key.get(cell.key, [])) for cell in self.cells]
 
     def is_settled(self, cell: Cell) -> bool:
         return self._settled(self.ledger.by("key").get(cell.key, [])) is not None
@@ -63,7 +64,7 @@ class Work:
         return None
 
     def _settled(self, records: Sequence[Record]) -> Record | None:
-        return settled(records, self.job.rerun, self.job.since)
+        return reusable_record(records, self.job.rerun, self.job.since)
 
 
 Outcomes = dict[str, tuple[Sequence[Row], dict[str, Any]]]
@@ -114,8 +115,10 @@ def _take(work: Work, folder: RunFolder, claims: Claims, part: Part, pairs: list
     for method, cell in pairs:
         # Looked up after the claim: a process that finishes a cell records it before it releases its claim.
         if not claims.take(cell.key) or work.is_settled(cell):
+            holder = claims.holder(cell.key)
             claims.release([cell.key])
-            outcomes[cell.id] = [], {"status": "elsewhere", "note": "another process has it, or had it meanwhile"}
+            note = f"another process has it: {holder}" if holder else "another process measured it meanwhile"
+            outcomes[cell.id] = [], {"status": "elsewhere", "note": note}
         elif (smaller := work.memory_ran_out(cell)) is not None:
             note = f"out of memory at context {smaller:,} already; skip_larger=false tries all the same"
             row = replace(method.row, measure=part.measure.name, context=part.context, status="skipped", note=note)
@@ -124,7 +127,7 @@ def _take(work: Work, folder: RunFolder, claims: Claims, part: Part, pairs: list
             taken.append((method, cell))
             outcomes[cell.id] = [], {"status": "running", "started": time.time()}
     if outcomes:
-        folder.settle(outcomes)
+        folder.update_cells(outcomes)
     return taken
 
 
@@ -151,7 +154,7 @@ def _measure(context: RunContext, folder: RunFolder, part: Part, taken: list[Pai
             folder.add_samples(samples)
         if journal.kept:
             folder.add_kept(journal.kept)
-        folder.settle(outcomes)
+        folder.update_cells(outcomes)
 
 
 def _outcome(
@@ -192,7 +195,7 @@ def _summarise(work: Work, context: RunContext, folder: RunFolder, part: Part, t
     for method, cell in taken:
         at = labels.index(method.label)
         parts = [cells[at] for other, cells in work.parts if not other.is_summary and _covers(part, other)]
-        records = [standing(by_key.get(one.key, [])) for one in parts]
+        records = [latest_status(by_key.get(one.key, [])) for one in parts]
         if any(record is None or record.status not in (*DONE, "failed") for record in records):
             outcomes[cell.id] = [], {"status": "elsewhere", "note": "not all of its contexts are measured yet"}
             continue
@@ -200,7 +203,7 @@ def _summarise(work: Work, context: RunContext, folder: RunFolder, part: Part, t
         rows = [_noted(row, context.loaded.remark) for row in part.measure.summarise(method, known)]
         record = {"status": "ok"} if rows else {"status": "skipped", "note": "fewer than two contexts were measured"}
         outcomes[cell.id] = rows, {**record, "finished": time.time(), "seconds": 0.0}
-    folder.settle(outcomes)
+    folder.update_cells(outcomes)
 
 
 def _covers(summary: Part, cell: Part) -> bool:
@@ -219,7 +222,7 @@ def recording(folder: RunFolder, context: RunContext, claims: Claims) -> Iterato
             status, note = ("interrupted", None) if stopped else ("failed", f"{type(error).__name__}: {error}")
             with stops.held_back(), suppress(OSError):  # on a full disk the files stay as they were
                 open_cells = [cell["id"] for cell in folder.cells if cell["status"] in ("running", "waiting")]
-                folder.settle({cell: ([], {"status": "interrupted"}) for cell in open_cells})
+                folder.update_cells({cell: ([], {"status": "interrupted"}) for cell in open_cells})
                 folder.finish(status, error=note)
             if stopped:
                 why = f" by {error}" if isinstance(error, Terminated) else ""

@@ -1,4 +1,4 @@
-"""Being told to stop: SIGTERM (preemption, scancel), Ctrl-C, and a launcher's own signal before the time is up."""
+"""Signals that end a run: SIGTERM (preemption, scancel), Ctrl-C, and a launcher's own signal before the time is up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, or a launcher that ends the job: what is measured is kept, the rest is marked interrupted."""
+    """SIGTERM, or a launcher that ends the job: finished cells are kept, the others are marked interrupted."""
 
 
 class Stops:
-    """Signals that wait while something is being written. Once `ending` is set, later ones change nothing."""
+    """Delays signals while files are written. Once `ending` is set, later signals are ignored."""
 
     def __init__(self) -> None:
         self.ending = False
@@ -24,7 +24,7 @@ class Stops:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """A block that a signal does not interrupt; one that came meanwhile takes effect at its end."""
+        """A block that no signal interrupts; a signal that arrives meanwhile takes effect at its end."""
         self._held = True
         try:
             yield
@@ -60,8 +60,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def stoppable() -> Iterator[Stops]:
     """SIGTERM raises Terminated and SIGINT KeyboardInterrupt inside the block, neither in the middle of a write.
 
-    A launcher that has put a handler on SIGUSR2 (submitit does, to requeue a job whose time is up) keeps it, but
-    what it raises reaches nobody's `except Exception`. Outside the main thread signals stay as they are.
+    A launcher's handler on SIGUSR2 (submitit requeues a job whose time is up) is kept; an exception of that handler
+    becomes Terminated, which `except Exception` does not catch. Outside the main thread signals stay as they are.
     """
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():
@@ -82,7 +82,7 @@ def stoppable() -> Iterator[Stops]:
 def _final(stops: Stops, act: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
     def handle(number: int, frame: FrameType | None) -> None:
         try:
-            with stops.held_back():  # Slurm answers a request to requeue with SIGTERM, before it is through
+            with stops.held_back():  # Slurm sends SIGTERM while it is still answering a request to requeue
                 act(number, frame)
         except Exception as error:
             raise Terminated(str(error)) from error

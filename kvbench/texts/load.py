@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
+from kvbench.models.vocabulary import check_vocabulary, without_row
 from kvbench.offline import fetched_folder
 
 if TYPE_CHECKING:
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
 
 BOS_RULES = ("auto", "none", "first")
 DATASET_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    StopIteration,
+    EOFError,
+)
+"""What `datasets` and the hub raise on a data set that they cannot read."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,9 @@ def data_spec(node: Mapping[str, Any]) -> DataSpec:
         value = given.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"data.{key}={value!r} must be a whole number of at least 1")
+    seed = given.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UserError(f"data.seed={seed!r} must be a whole number of at least 0")
     if given.get("bos", "auto") not in BOS_RULES:
         raise UserError(f"data.bos={given['bos']} is unknown: choose from {', '.join(BOS_RULES)}")
     if "id" in given and "path" in given:
@@ -102,23 +121,39 @@ def data_spec(node: Mapping[str, Any]) -> DataSpec:
 def tokenize(text: Text, tokenizer: Any = None, vocab_size: int | None = None) -> torch.Tensor:
     """The whole text as one LongTensor [T], without special tokens. The last few results are kept in memory.
 
-    Random tokens need `vocab_size` and no tokenizer. Raises UserError if a real text meets no tokenizer.
+    Random tokens need `vocab_size` and no tokenizer. Raises UserError where a real text meets no tokenizer, or one
+    with tokens beyond `vocab_size`.
     """
-    return token_ids(text, tokenizer, vocab_size if text.random_tokens else None)
+    return token_ids(text, tokenizer, vocab_size)
 
 
 def bos_token(rule: str, tokenizer: Any = None) -> int | None:
     """The token that every window and prompt begins with; None for none.
 
-    rule: first, none, or auto: as the model's own tokenizer begins a text, so Gemma and Llama 3 with BOS (without it
-    Gemma's perplexity is ruined), Qwen and SmolLM2 without. Raises UserError for first without such a token.
+    rule: first, none, or auto: what the model's own tokenizer puts before a text. Gemma and Llama 3 begin with BOS
+    (without it Gemma's perplexity is ruined), Qwen and SmolLM2 with nothing. Raises UserError for first without such a
+    token, and for auto where the tokenizer puts several tokens before a text (GLM).
     """
     bos: int | None = getattr(tokenizer, "bos_token_id", None)
     if rule == "first" and bos is None:
         raise UserError("data.bos=first, and this model's tokenizer has no BOS token; type data.bos=none")
-    if rule == "auto" and bos is not None:
-        rule = "first" if tokenizer("a").input_ids[:1] == [bos] else "none"
-    return bos if rule == "first" else None
+    if rule == "first" or rule == "none" or tokenizer is None:
+        return bos if rule == "first" else None
+    prefix = text_prefix(tokenizer)
+    if len(prefix) > 1:
+        named = tokenizer.convert_ids_to_tokens(prefix)
+        raise UserError(
+            f"data.bos=auto: this tokenizer begins a text with {len(prefix)} tokens ({' '.join(named)}), and kvbench "
+            "puts one before a window or prompt; type data.bos=none"
+        )
+    return prefix[0] if prefix else None
+
+
+def text_prefix(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer puts before a text."""
+    plain, whole = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (False, True))
+    starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
 
 
 @lru_cache(maxsize=4)
@@ -132,14 +167,33 @@ def token_ids(text: Text, tokenizer: Any, vocab_size: int | None) -> torch.Tenso
         return torch.randint(vocab_size, (text.random_tokens,), generator=generator)
     if tokenizer is None:
         raise UserError(f"data={text.name} needs a tokenizer and this model has none: write data=random")
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
     # verbose=False: a text longer than the model is what we want, so no warning about its length.
     encoded = tokenizer(text.text, add_special_tokens=False, verbose=False)
-    return torch.tensor(encoded["input_ids"], dtype=torch.long)
+    ids = torch.tensor(encoded["input_ids"], dtype=torch.long)
+    largest = int(ids.max()) if len(ids) else 0
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(without_row(str(tokenizer.convert_ids_to_tokens(largest)), largest, vocab_size))
+    return ids
 
 
 def read_fetched(spec: DataSpec) -> str:
-    files = sorted(fetched_folder("text", str(spec.fetched)).glob("*.txt"))
-    return take((file.read_text(encoding="utf-8") for file in files), spec)
+    return read_files(sorted(fetched_folder("text", str(spec.fetched)).glob("*.txt")), spec)
+
+
+def read_files(files: list[Path], spec: DataSpec) -> str:
+    """Whole text files as they are, with `joiner` between them. Raises UserError for one that is no UTF-8 text."""
+    return take((read_file(file) for file in files), spec)
+
+
+def read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.path={path} is not UTF-8 text (byte {error.start}): give a text file") from error
+    except OSError as error:
+        raise UserError(f"cannot read data.path={path}: {error.strerror}") from error
 
 
 def read_path(spec: DataSpec) -> str:
@@ -147,15 +201,12 @@ def read_path(spec: DataSpec) -> str:
     if not path.exists():
         raise UserError(f"data.path={spec.path} does not exist: give a text file or a data set folder")
     if path.is_dir():
-        return read_dataset(spec, str(path))
+        texts = sorted(path.rglob("*.txt"))
+        rows = any(file.suffix in DATASET_FORMATS for file in path.rglob("*"))
+        return read_files(texts, spec) if texts and not rows else read_dataset(spec, str(path))
     if path.suffix in DATASET_FORMATS:
         return read_dataset(spec, DATASET_FORMATS[path.suffix], data_files=str(path))
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.path={spec.path} is not UTF-8 text (byte {error.start}): give a text file") from error
-    except OSError as error:
-        raise UserError(f"cannot read data.path={spec.path}: {error.strerror}") from error
+    text = read_file(path)
     return text if spec.limit is None else text[: spec.limit]
 
 
@@ -183,7 +234,18 @@ def read_dataset(spec: DataSpec, where: str, **arguments: Any) -> str:
         columns = rows.column_names
         if columns is not None and spec.column not in columns:
             raise UserError(f"data.column={spec.column} is not in data={spec.name}: choose from {', '.join(columns)}")
-        return take((str(row[spec.column]) for row in rows), spec)
+        return take((cell_text(row.get(spec.column), i, spec) for i, row in enumerate(rows)), spec)
+
+
+def cell_text(cell: object, row: int, spec: DataSpec) -> str:
+    """The text of a cell. Raises UserError, with the row's number, for an empty cell and for what is no text."""
+    if isinstance(cell, str):
+        return cell
+    kind = "empty (null)" if cell is None else f"a {type(cell).__name__}"
+    raise UserError(
+        f"row {row} of data={spec.name} (counted from 0): column {spec.column} is {kind}, not text; give "
+        "data.column=NAME of a column of text, or leave the row out"
+    )
 
 
 def pick_split(spec: DataSpec, splits: list[str]) -> str:
@@ -214,5 +276,6 @@ def one_line_errors(given: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UserError(f"cannot load {given}: {' '.join(str(error).split())[:300]}") from error
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())[:300] or f"it holds no rows ({type(error).__name__})"
+        raise UserError(f"cannot load {given}: {reason}") from error

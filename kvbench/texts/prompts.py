@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -16,6 +17,9 @@ VOCABULARY_TOKENS = 100_000
 """Tokens of the text whose words are used where a task wants words."""
 
 MARK = "<<<here>>>"
+
+DAY = datetime(2024, 7, 26)
+"""What chat templates that ask for the date are told."""
 
 
 class NeedleSettings(Protocol):
@@ -60,19 +64,51 @@ class Template:
     sha256: str | None = None
 
 
+def dated(template: Any) -> Any:
+    """A chat template with DAY where it asks for today's date.
+
+    Raises UserError where it asks with a format that it computes.
+    """
+    if not isinstance(template, str):
+        return None  # several templates under names: the tokenizer chooses
+    found = re.sub(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)", lambda call: repr(DAY.strftime(call[2])), template)
+    if "strftime_now(" in found:
+        raise UserError(
+            "needle.template=chat: this chat template writes today's date in a format that it computes, so prompts "
+            "would change from day to day; type needle.template=base"
+        )
+    return found
+
+
 def template_of(tokenizer: Any, kind: str) -> Template:
-    """The `chat` template of the tokenizer, or none at all for `base`. Raises UserError where it has none."""
+    """The `chat` template of the tokenizer, or none at all for `base`.
+
+    A template that writes today's date writes DAY instead, so that prompts do not change from day to day. Raises
+    UserError where there is no template, or one that fails or does not pass the message on once, as it is.
+    """
+    from jinja2 import TemplateError
+
     if kind == "base":
         return Template()
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("needle.template=chat: this tokenizer has no chat template; type needle.template=base")
+    template = dated(tokenizer.chat_template)
     message = [{"role": "user", "content": MARK}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, mark, after = text.partition(MARK)
-    if not mark:
-        raise UserError(
-            "needle.template=chat: this chat template does not pass the message on as it is; type needle.template=base"
+    try:
+        text: str = tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True, chat_template=template
         )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"needle.template=chat: this chat template fails ({reason}); type needle.template=base"
+        ) from error
+    if text.count(MARK) != 1:
+        raise UserError(
+            f"needle.template=chat: this chat template writes the message {text.count(MARK)} times, not once as it is; "
+            "type needle.template=base"
+        )
+    before, _, after = text.partition(MARK)
     return Template(before, after, hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest())
 
 

@@ -173,8 +173,11 @@ def _sample(row: dict[str, Any], name: str, i: int, of: str) -> Sample:
         raise UserError(f"sample {i} of {name}: max_new_tokens={tokens} is not a whole number of at least 1")
     if of == "longbench":
         tokens = min(int(tokens), ANSWER_TOKENS[name]) if row.get("max_new_tokens") else ANSWER_TOKENS[name]
+    prefix = row.get("answer_prefix") or ""
+    if not isinstance(prefix, str):
+        raise UserError(f"sample {i} of {name}: answer_prefix={prefix!r} is not text")
     classes = [str(label) for label in row.get("all_classes") or []]
-    return Sample(row["context"], row["question"], row.get("answer_prefix") or "", listed, int(tokens), classes)
+    return Sample(row["context"], row["question"], prefix, listed, int(tokens), classes)
 
 
 def encode(

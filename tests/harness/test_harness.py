@@ -26,12 +26,13 @@ from lm_eval.models.huggingface import HFLM
 from kvbench.cache.store import DenseStore
 from kvbench.harness.__main__ import main
 from kvbench.harness.adapter import KVBenchLM, cut_at, generation_of
-from kvbench.harness.evaluate import score_rows
+from kvbench.harness.evaluate import rows_of
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.report.__main__ import main as report
-from kvbench.report.findings import find_all
-from kvbench.results.folder import find_runs, load, read_status
+from kvbench.report.compare.warnings import find_warnings
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
+from kvbench.results.run_files import read_status
 
 CONTEXT, CONTINUATION = prose(60), " and so it went on"
 
@@ -345,16 +346,16 @@ def found_of(values: list[float], higher: bool = True) -> dict[str, Any]:
 
 
 def test_scores_above_full_are_doubted_and_those_of_a_blind_full_cache_are_uninformative() -> None:
-    for higher, said in ((True, "better_than_full"), (False, None)):
+    for higher, said in ((True, "better than full beyond the interval"), (False, None)):
         full: dict[tuple[str, str], list[float]] = {}
-        list(score_rows(Row(), found_of([0.0] * 6 + [1.0] * 6, higher), full, is_baseline=True))
-        score, difference = score_rows(Row(), found_of([1.0] * 12, higher), full, is_baseline=False)
-        assert (score.flags, difference.flags) == (None, said)
+        list(rows_of(Row(), found_of([0.0] * 6 + [1.0] * 6, higher), full, is_baseline=True))
+        score, difference = rows_of(Row(), found_of([1.0] * 12, higher), full, is_baseline=False)
+        assert (score.note, difference.note) == (None, said)
     full = {}
-    (blind,) = score_rows(Row(method="full", store="dense"), found_of([0.0] * 4), full, is_baseline=True)
-    rows = list(score_rows(Row(method="h2o"), found_of([0.0] * 4), full, is_baseline=False))
-    assert {row.flags for row in (blind, *rows)} == {"uninformative"}
+    (blind,) = rows_of(Row(method="full", store="dense"), found_of([0.0] * 4), full, is_baseline=True)
+    rows = list(rows_of(Row(method="h2o"), found_of([0.0] * 4), full, is_baseline=False))
+    assert {row.note for row in (blind, *rows)} == {"uninformative: the full cache finds none of these"}
     assert rows[1].value == 0 and rows[1].low is not None and rows[1].low < 0  # four pairs prove little
-    told = find_all([replace(blind, measure="harness")])
+    told = find_warnings([replace(blind, measure="harness")])
     same = [finding.text for finding in told if finding.kind == "uninformative"]
-    assert same == ["t: the full cache itself scores 0, which says nothing of compression"]
+    assert same == ["t: the full cache itself scores 0, so a method's score says nothing about compression"]

@@ -40,7 +40,7 @@ from kvbench.measures.tasks import Tasks
 from kvbench.measures.tasks.answers import answer_tasks
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
-from kvbench.results.folder import find_runs, load
+from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
 from tests.cache.test_mla import deepseek
 from tests.measures.test_tasks import write

@@ -21,7 +21,7 @@ from kvbench.methods.full import Full
 from kvbench.models.kv_head_conversion import convert_kv_heads
 from kvbench.models.load import describe, load_model, model_spec
 from kvbench.models.shape import ModelShape, shape_of, with_kv_heads
-from kvbench.results.folder import load
+from kvbench.results.loading import load
 from tests.shared.families import random_ids, tiny
 from tests.shared.models import random_llama
 

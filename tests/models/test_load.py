@@ -112,6 +112,12 @@ def test_a_family_that_cannot_be_measured_is_refused_by_name(kind: str, why: str
         ({"id": "a/b", "load_kwargs": {"device_map": "auto"}, "device": "cuda"}, "device_map are both given"),
         ({"id": "a/b", "trust_remote_code": "yes"}, "must be true or false"),
         ({"fetched": "smollm3"}, "smollm2-135m"),
+        ({"id": "a/b", "revision": 1.1}, r"model.revision was read as the float 1.1.*quote it"),
+        ({"id": "a/b", "revision": 1000}, r"model.revision was read as the int 1000"),
+        ({"random": {**TINY, "num_hidden_layers": 0}}, "model.random.num_hidden_layers=0 must be a whole number"),
+        ({"random": {**TINY, "hidden_size": -8}}, "model.random.hidden_size=-8 must be a whole number"),
+        ({"random": {**TINY, "vocab_size": "many"}}, "model.random.vocab_size='many' must be a whole number"),
+        ({"random": {**TINY, "seed": "abc"}}, "model.random.seed='abc' must be a whole number of at least 0"),
     ],
 )
 def test_a_node_that_cannot_be_used(node: dict[str, Any], why: str) -> None:
@@ -247,6 +253,51 @@ def test_a_damaged_folder_is_one_line(folder: Path, damage: str) -> None:
     with pytest.raises(UserError) as refused:
         load_folder(folder)
     assert "\n" not in str(refused.value) and "small-v1.5" in str(refused.value)
+
+
+@pytest.mark.parametrize("damage", ["pointer", "safetensors pointer", "truncated", "empty", "not a pickle"])
+def test_a_damaged_pytorch_file_is_one_line(folder: Path, damage: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    binary = folder / "pytorch_model.bin"
+    if damage == "safetensors pointer":
+        binary = folder / "model.safetensors"
+    else:
+        (folder / "model.safetensors").unlink()
+        torch.save(model.state_dict(), binary)
+    whole = binary.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    content = {"truncated": whole[: len(whole) // 2], "empty": b"", "not a pickle": b"hello"}.get(damage, pointer)
+    binary.write_bytes(content)
+    with pytest.raises(
+        UserError, match="git-lfs pointer" if "pointer" in damage else "damaged or truncated"
+    ) as refused:
+        load_folder(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_config_of_other_shapes_is_one_line(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(UserError, match="other shapes than config.json says") as refused:
+        load_folder(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_that_the_model_has_no_place_for_are_a_fact_of_the_model(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    assert load_folder(folder).unused_weights == ()
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.extra.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    loaded = load_folder(folder)
+    assert loaded.unused_weights == ("model.extra.weight",)
+    assert "1 weights of the checkpoint are not used, as model.extra.weight" in (loaded.remark or "")
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_a_device_that_kvbench_does_not_run_on_is_one_line(device: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.device={device}: kvbench runs on cpu and cuda"):
+        load_model(model_spec({"random": TINY, "device": device}))
 
 
 def test_remote_code_stays_off(folder: Path) -> None:

@@ -21,25 +21,27 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
+from kvbench.errors import SkippedFile
 from kvbench.report.__main__ import main
-from kvbench.report.advice import advise
-from kvbench.report.against import against_table, moves
-from kvbench.report.candidates import groups_of
-from kvbench.report.commands import Recorded, command_of
-from kvbench.report.differences import window_differences
-from kvbench.report.findings import find_all, remarks
-from kvbench.report.names import display_name, is_baseline
-from kvbench.report.overview import overview
-from kvbench.report.page import written_forms
-from kvbench.report.panels import styled
-from kvbench.report.plots import PLOTS
-from kvbench.report.samples import Sample, read_samples
-from kvbench.report.style import styles
-from kvbench.report.summary import summary
-from kvbench.report.tables import build_tables, terminal_table
-from kvbench.report.traits_table import traits_table
+from kvbench.report.advice.scenarios import advise
+from kvbench.report.advice.summary import summary
+from kvbench.report.compare.comparison import is_baseline
+from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.names import display_name
+from kvbench.report.compare.warnings import find_warnings, remarks
+from kvbench.report.compare.window_samples import WindowSample, read_samples
+from kvbench.report.figures.all_figures import FIGURES
+from kvbench.report.figures.bars import bandwidth_bars
+from kvbench.report.figures.layout import styled
+from kvbench.report.figures.method_panels import loss_by_window
+from kvbench.report.figures.style import styles
+from kvbench.report.page.commands import RecordedRun, command_of
+from kvbench.report.page.table_files import written_forms
+from kvbench.report.tables.changes import changes, changes_table
+from kvbench.report.tables.measure_tables import build_tables, terminal_table
+from kvbench.report.tables.method_tables import overview, traits_table
 from kvbench.results.row import KINDS, Row, frame_of, rows_of
-from tests.report.test_report import run_of
+from tests.report.synthetic import run_of
 from tests.shared.rows import BASE, METHODS, rows
 
 Rows = Sequence[Row]
@@ -53,6 +55,7 @@ NOT_DRAWABLE = (math.nan, math.inf, -math.inf, None)
 def strict() -> Iterator[None]:
     with warnings.catch_warnings(), styled():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", SkippedFile)
         yield
     plt.close("all")
 
@@ -152,22 +155,22 @@ def loaded(made: Rows) -> list[Row]:
 
 
 @pytest.mark.parametrize("case", DRAWN)
-def test_figures_hold_something_and_say_nothing_absurd(case: str) -> None:
+def test_figures_are_not_empty_and_have_no_undefined_text(case: str) -> None:
     made = loaded(CASES[case](small()))
     looks = styles(display_name(row) for row in made if row.method)
-    for name, draw, *_ in PLOTS:
-        figure = draw(made, looks)
+    for kind in FIGURES:
+        figure = kind.draw(made, looks)
         if figure is not None:
-            assert faults(figure) == [], name
+            assert faults(figure) == [], kind.name
         plt.close("all")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_figures_of_a_part_of_the_rows(seed: int) -> None:
     random_rows = loaded(random.Random(seed).sample(small(), 40))
-    for name, draw, *_ in PLOTS:
-        figure = draw(random_rows)
-        assert figure is None or faults(figure) == [], name
+    for kind in FIGURES:
+        figure = kind.draw(random_rows)
+        assert figure is None or faults(figure) == [], kind.name
 
 
 def faults(figure: Figure) -> list[str]:
@@ -216,12 +219,12 @@ def _axes_faults(axes: Axes, renderer: object) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tables_and_sentences_say_nothing_absurd(case: str) -> None:
+def test_tables_and_sentences_have_no_undefined_number(case: str) -> None:
     said_of(loaded(CASES[case](small())))
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_tables_and_sentences_of_rows_with_anything_in_them(seed: int) -> None:
+def test_tables_and_sentences_of_random_rows(seed: int) -> None:
     pick = random.Random(seed)
     made: Rows = small()
     for _ in range(pick.randint(1, 3)):
@@ -246,10 +249,10 @@ def said_of(made: Rows) -> None:
     sentences = [
         *summary(groups),
         *(text for one in advice for text in (one.headline, *one.reasons, *one.limits)),
-        *(finding.text for finding in (*find_all(made), *remarks(made))),
+        *(warning.text for warning in (*find_warnings(made), *remarks(made))),
     ]
     assert [sentence for sentence in sentences if NONSENSE.search(sentence)] == []
-    against = against_table(moves(made[: len(made) // 2], made)[0], made)
+    against = changes_table(changes(made[: len(made) // 2], made)[0], made)
     traits = traits_table([group for group in groups if group.members])
     tables = [overview(groups), *build_tables(made), traits, against]
     for table in filter(None, tables):
@@ -264,17 +267,17 @@ def said_of(made: Rows) -> None:
     if made:
         Console(width=100, file=io.StringIO()).print(terminal_table(frame_of(made)))
     for row in made[:20]:
-        command_of(row, Recorded("python -m kvbench -m method=full,h2o budget=64,128 perplexity.context=64"))
+        command_of(row, RecordedRun("python -m kvbench -m method=full,h2o budget=64,128 perplexity.context=64"))
 
 
-def samples(difference: float) -> list[Sample]:
+def samples(difference: float) -> list[WindowSample]:
     rule = [replace(BASE, method=name, store="dense", budget=64.0, context=512) for name in ("h2o", "tova")]
-    return [Sample(row, str(i), difference * i) for row in rule for i in range(4)]
+    return [WindowSample(row, str(i), difference * i) for row in rule for i in range(4)]
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-9, -0.5, 3.0, 1e12])
 def test_differences_of_any_size(difference: float) -> None:
-    figure = window_differences(samples(difference))
+    figure = loss_by_window(samples(difference))
     assert figure is not None and faults(figure) == []
 
 
@@ -307,7 +310,7 @@ ODD_SAMPLES = """1
 """
 
 
-def test_files_of_other_versions_and_by_other_hands(tmp_path: Path) -> None:
+def test_files_of_other_versions_and_malformed_files(tmp_path: Path) -> None:
     run = run_of(tmp_path / "sweep", small()[:60])
     stored = pq.read_table(run.path / "metrics.parquet")
     lacking = ["run", "tokenizer", "bos", "stride", "position", "kernel", "knobs", "kv_heads", "converted"]
@@ -327,5 +330,5 @@ def test_two_models_of_one_name_are_told_apart() -> None:
         "org/Toy-135M",
         "another/Toy-135M",
     }
-    titles = {axes.get_title() for name, draw, *_ in PLOTS if name == "bandwidth" for axes in draw(made).axes}  # type: ignore[union-attr]
+    titles = {axes.get_title() for axes in bandwidth_bars(made).axes}  # type: ignore[union-attr]
     assert titles == {"org/Toy-135M", "another/Toy-135M"}

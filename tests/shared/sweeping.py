@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError
-from kvbench.report.page import write_report
-from kvbench.results.folder import load
+from kvbench.report.page.write import write_report
+from kvbench.results.loading import load
 from kvbench.results.row import KNOBS, Row, rows_of
 from tests.shared.paths import ROOT
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import status
+from kvbench.sweep.survey import survey
 from tests.shared.sweeping import (
     FAULTS,
     TINY,
@@ -48,7 +49,7 @@ def sweep_of(results: Path) -> Path:
 def assert_complete(results: Path, cells: int = CELLS) -> None:
     measured = times_measured(results)
     assert set(measured.values()) == {1}, {key: count for key, count in measured.items() if count > 1}
-    found = status.survey(sweep_of(results))
+    found = survey(sweep_of(results))
     assert len(found.cells) == cells and found.complete, status.describe(found)
     assert sum(cell["status"] == "ok" for cell in cells_on_disk(results)) == cells
     assert status.main([str(results)]) == 0
@@ -176,4 +177,4 @@ def test_running_out_of_gpu_memory_is_a_result_and_larger_cells_are_skipped(resu
     assert code == 3 and sorted(results.rglob("status.json")) == before  # results, as they stand
     again(results, *words, "rerun=failed")
     assert all(row.status == "ok" for row in rows(results))
-    assert status.survey(sweep_of(results)).complete
+    assert survey(sweep_of(results)).complete

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,24 +12,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvbench.cli import status
 from kvbench.cli.main import main
-from kvbench.config import MethodConfig
-from kvbench.measures.latency import Latency
-from kvbench.measures.perplexity import Perplexity
-from kvbench.results import claims
 from kvbench.results import folder as results
-from kvbench.results.claims import Claims, is_alive, this_process
-from kvbench.results.folder import RunFolder, load
-from kvbench.results.ledger import Ledger
+from kvbench.results import run_files
+from kvbench.results.folder import RunFolder
+from kvbench.results.loading import load
 from kvbench.results.row import Row
-from kvbench.sweep.cells import Facts, Part, cell_of, parts_of
 from kvbench.sweep.plan import sweep_name
-from kvbench.sweep.signals import Terminated, stoppable
+from tests.shared.processes import owner_of, sleeping
 from tests.shared.sweeping import FAULTS, TINY, cells_on_disk, complete, environment, rows, times_measured, wait_until
 
 PPL = (*TINY, "measure=[perplexity]")
@@ -123,32 +116,6 @@ def test_contexts_are_cells_and_the_slope_follows_them(tmp_path: Path) -> None:
     assert {row.context for row in rows(second)} == {48, None}
     (slope,) = [row for row in rows(second) if row.metric == "slope_ms_per_1k"]
     assert slope.note is not None and slope.note.startswith("contexts 32, 48") and slope.n == 2
-
-
-# cells and their names
-
-
-def cell(part: Part, **changes: Any) -> Any:
-    method = MethodConfig("h2o", "dense", {"_target_": "x", "budget": 16}, {"_target_": "y"}, {"budget": 16})
-    common = {"model": {"id": "m"}, "data": {"id": "d"}, "seed": 0, "kernel": "auto", "threads": None}
-    return cell_of(method, part, common | changes)
-
-
-def test_a_key_knows_the_machine_only_where_time_or_memory_is_measured() -> None:
-    quality, timed = parts_of([Perplexity(32, 4, 2, 2), Latency([32], 4, 1)])
-    here, there = (Facts("r", "f", "float32", name, "auto", 1) for name in ("this", "that"))
-    assert here.key(cell(quality)) == there.key(cell(quality))
-    assert here.key(cell(timed)) != there.key(cell(timed))
-    assert cell(quality, seed=1) == cell(quality) and cell(quality, threads=2).id == cell(quality).id
-    assert cell(quality, model={"id": "n"}).id != cell(quality).id
-
-
-def test_cells_of_different_contexts_are_of_one_kind() -> None:
-    small, large, slope = parts_of([Latency([32, 48], 4, 1)])
-    assert cell(small).kind == cell(large).kind
-    assert len({cell(part).id for part in (small, large, slope)}) == 3
-    (other,) = parts_of([Latency([32], 5, 1)])
-    assert cell(other).kind != cell(small).kind
 
 
 # failures
@@ -253,10 +220,10 @@ def test_rows_that_the_status_does_not_count_do_not_count(tmp_path: Path, monkey
 
     monkeypatch.setattr(results, "write_atomic", killed_before_status)
     with pytest.raises(KeyboardInterrupt):
-        folder.settle({"a": ([Row(method="full", value=1.0)], {"status": "ok"})})
+        folder.update_cells({"a": ([Row(method="full", value=1.0)], {"status": "ok"})})
     monkeypatch.undo()
     assert (folder.path / "metrics.parquet").exists() and len(load(tmp_path)) == 0
-    folder.settle({"a": ([Row(method="full", value=2.0)], {"status": "ok"})})
+    folder.update_cells({"a": ([Row(method="full", value=2.0)], {"status": "ok"})})
     assert list(load(tmp_path)["value"]) == [2.0]
 
 
@@ -290,43 +257,6 @@ def test_sigterm_marks_what_was_running_and_the_same_command_goes_on(
     assert {row.measure for row in rows(runs(tmp_path)[1])} == {"latency"}
 
 
-def test_a_signal_waits_until_what_is_being_written_is_written() -> None:
-    done = []
-    with pytest.raises(Terminated), stoppable() as stops:
-        with stops.held_back():
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("written")
-        done.append("not reached")
-    assert done == ["written"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_second_signal_does_not_cut_the_end_short() -> None:
-    with pytest.raises(SystemExit), stoppable() as stops:
-        try:
-            raise SystemExit
-        finally:
-            stops.ending = True
-            with stops.held_back():
-                os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_launchers_signal_ends_the_run_even_where_errors_are_caught() -> None:
-    def timed_out(number: int, frame: object) -> None:
-        raise RuntimeError("Job not requeued because: timed-out too many times")
-
-    before = signal.signal(signal.SIGUSR2, timed_out)
-    try:
-        with pytest.raises(Terminated, match="timed-out"), stoppable():
-            try:
-                os.kill(os.getpid(), signal.SIGUSR2)
-            except Exception:
-                pytest.fail("a cell would have taken it for its own failure")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
 def test_a_killed_run_keeps_its_cells_and_is_found_out(tmp_path: Path) -> None:
     from tests.shared.sweeping import at_work, start
 
@@ -337,7 +267,7 @@ def test_a_killed_run_keeps_its_cells_and_is_found_out(tmp_path: Path) -> None:
     process.communicate()
     (first,) = runs(tmp_path)
     assert json.loads((first / "status.json").read_text())["status"] == "running"
-    assert results.read_status(first)["status"] == "interrupted"
+    assert run_files.read_status(first)["status"] == "interrupted"
     assert status.main([str(tmp_path)]) == 3
     assert run(tmp_path, *words) == 0
     assert set(times_measured(tmp_path).values()) == {1}
@@ -349,65 +279,8 @@ def test_a_killed_run_keeps_its_cells_and_is_found_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "60"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def owner_of(pid: int) -> dict[str, Any]:
-    return this_process() | {"pid": pid, "start": claims._start_time(pid)}
-
-
-def test_a_claim_belongs_to_one_until_its_owner_is_gone(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
-    mine = Claims(tmp_path)
-    assert mine.take("a" * 64)
-    assert not Claims(tmp_path).take("a" * 64)
-    mine.release()
-    assert Claims(tmp_path).take("a" * 64)
-
-    theirs = tmp_path / ".claims" / f"{'b' * 32}.json"
-    theirs.write_text(json.dumps({"owner": owner_of(stranger.pid)}))
-    assert not mine.take("b" * 64)
-    stranger.kill()
-    stranger.wait()
-    assert mine.take("b" * 64)
-
-
-def test_a_process_elsewhere_is_alive_while_it_touches_its_files(tmp_path: Path) -> None:
-    beat = tmp_path / "beat"
-    beat.touch()
-    elsewhere = this_process() | {"machine": "another"}
-    assert is_alive(elsewhere, beat)
-    os.utime(beat, (1, 1))
-    assert not is_alive(elsewhere, beat)
-    assert is_alive(this_process(), beat)
-    reused = this_process() | {"start": "1"}
-    assert not is_alive(reused, beat)
-
-
-def take_it(folder: Path, gate: Any, taken: Any) -> None:
-    mine = Claims(folder)
-    gate.wait()
-    if mine.take("c" * 64):
-        with taken.get_lock():
-            taken.value += 1
-    gate.wait()  # alive until all have tried
-
-
-def test_of_many_that_find_a_dead_claim_one_gets_it(tmp_path: Path) -> None:
-    (tmp_path / ".claims").mkdir()
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    (tmp_path / ".claims" / f"{'c' * 32}.json").write_text(json.dumps({"owner": owner_of(dead.pid) | {"start": "1"}}))
-    fork = multiprocessing.get_context("fork")
-    gate, taken = fork.Barrier(8), fork.Value("i", 0)
-    processes = [fork.Process(target=take_it, args=(tmp_path, gate, taken)) for _ in range(8)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert taken.value == 1
+    with sleeping() as process:
+        yield process
 
 
 def test_a_cell_that_another_has_is_left_to_it(
@@ -421,7 +294,8 @@ def test_a_cell_that_another_has_is_left_to_it(
     claim = second / ".claims" / f"{key[:32]}.json"
     claim.write_text(json.dumps({"owner": owner_of(stranger.pid), "run": "theirs"}))
     assert run(second, *words) == 3
-    assert "another process" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"another process has it: pid {stranger.pid} on" in error and "in theirs, holds it until that" in error
     assert measured(second) == {("full", "perplexity")}
     assert claim.exists()
     stranger.kill()
@@ -476,12 +350,3 @@ def test_one_unusable_job_costs_the_others_nothing(tmp_path: Path, capsys: pytes
     assert "refused" in capsys.readouterr().out
     assert ("h2o", "perplexity") in measured(tmp_path)
     assert status.main([str(tmp_path)]) == 3
-
-
-def test_a_ledger_reads_what_changed(tmp_path: Path) -> None:
-    record = {"id": "a", "key": "k", "kind": "i", "method": "full", "measure": "perplexity", "context": 32}
-    folder = RunFolder.create(tmp_path, "x", {}, {}, cells=[record])
-    ledger = Ledger(tmp_path)
-    assert [found.status for found in ledger.records()] == ["waiting"]
-    folder.settle({"a": ([], {"status": "ok"})})
-    assert [found.status for found in ledger.records()] == ["ok"]

@@ -22,8 +22,29 @@ class Tokenizer:
     def __init__(self, adds: bool, bos: int | None = 7) -> None:
         self.adds, self.bos_token_id = adds, bos
 
-    def __call__(self, text: str) -> Any:
-        return SimpleNamespace(input_ids=[self.bos_token_id, 11] if self.adds else [11])
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        added = self.adds and add_special_tokens
+        return SimpleNamespace(input_ids=[*self.prefix, 11] if added else [11])
+
+    @property
+    def prefix(self) -> list[int | None]:
+        """What stands before a text."""
+        return [self.bos_token_id]
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"<{id}>" for id in ids]
+
+
+class OtherPrefix(Tokenizer):
+    """One that begins a text with tokens of its own, as GLM does with [gMASK]<sop>, and names no BOS."""
+
+    def __init__(self, prefix: list[int]) -> None:
+        super().__init__(True, None)
+        self.own = prefix
+
+    @property
+    def prefix(self) -> list[int | None]:
+        return [*self.own]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +52,13 @@ class Tokenizer:
 )
 def test_the_rule(rule: str, adds: bool, bos: int | None) -> None:
     assert bos_token(rule, Tokenizer(adds)) == bos
+
+
+def test_auto_takes_what_the_tokenizer_puts_before_a_text_whatever_it_is_called() -> None:
+    assert bos_token("auto", OtherPrefix([5])) == 5
+    assert bos_token("auto", OtherPrefix([])) is None
+    with pytest.raises(UserError, match=r"begins a text with 2 tokens \(<5> <6>\).*; type data.bos=none"):
+        bos_token("auto", OtherPrefix([5, 6]))
 
 
 def test_what_cannot_be() -> None:

@@ -107,6 +107,70 @@ def test_a_node_that_cannot_be_used(node: dict[str, Any], why: str) -> None:
         load_text(node)
 
 
+def test_a_folder_of_text_files_is_read_as_they_are_in_sorted_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "second.txt").write_text("two\n\n  lines")
+    (tmp_path / "a.txt").write_text("one\n line\n")
+    (tmp_path / "README.md").write_text("not read")
+    assert load_text({"path": str(tmp_path)}).text == "one\n line\n\n\ntwo\n\n  lines"
+    assert load_text({"path": str(tmp_path), "joiner": "|"}).text == "one\n line\n|two\n\n  lines"
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        (["one", None, "three"], r"row 1 of .* \(counted from 0\): column text is empty \(null\), not text"),
+        ([["a", "b"], ["c"]], "row 0 of .*: column text is a list, not text"),
+        ([{"a": 1}], "row 0 of .*: column text is a dict, not text"),
+        ([1, 2], "row 0 of .*: column text is a int, not text"),
+    ],
+)
+def test_cells_that_are_no_text_are_refused_with_their_rows_number(tmp_path: Path, cells: list[Any], why: str) -> None:
+    pd.DataFrame({"text": cells}).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=why):
+        load_text({"path": str(tmp_path / "rows.parquet")})
+
+
+def test_a_file_of_no_rows_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"empty\.jsonl") as refused:
+        load_text({"path": str(tmp_path / "empty.jsonl")})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("seed", ["abc", -1, 1.5, True, 2**70])
+def test_a_seed_that_is_no_whole_number_is_refused(seed: Any) -> None:
+    with pytest.raises(UserError, match=r"data\.seed=.* must be a whole number of at least 0"):
+        load_text({"random_tokens": 10, "seed": seed})
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused() -> None:
+    class Tokenizer:
+        bos_token, eos_token, chat_template = None, "2", "{{ '<user>' }}"
+
+        def __init__(self, ids: list[int], *extra: str) -> None:
+            self.ids, self.extra = ids, extra
+
+        def __len__(self) -> int:
+            return 50 + len(self.extra)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {str(i): i for i in range(50)} | {token: 50 + i for i, token in enumerate(self.extra)}
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": self.ids}
+
+        def convert_ids_to_tokens(self, number: int) -> str:
+            return self.extra[number - 50]
+
+    text = Text("essays", "words", "0")
+    with pytest.raises(UserError, match=r"token '<user>' has id 50 and the model's embedding 50 rows"):
+        tokenize(text, Tokenizer([1, 2], "<user>"), 50)
+    with pytest.raises(UserError, match=r"token '<b>' has id 51 and the model's embedding 50 rows"):
+        tokenize(text, Tokenizer([1, 51], "<a>", "<b>"), 50)
+    assert tokenize(text, Tokenizer([1, 2], "<pad>"), 50).tolist() == [1, 2]
+
+
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
     with pytest.raises(UserError, match=r"not UTF-8 text \(byte 2\)"):
@@ -133,6 +197,7 @@ def unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub_reachable.cache_clear()
     yield
     hub_reachable.cache_clear()

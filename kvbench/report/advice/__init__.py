@@ -1,0 +1,1 @@
+"""Advice and summary: what the rows support, in sentences."""

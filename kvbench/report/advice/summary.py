@@ -1,0 +1,123 @@
+"""Sentences that state what was measured, with the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvbench.report.compare import number_text
+from kvbench.report.compare.methods import Group, MethodNumbers, group_name
+from kvbench.report.compare.names import display_name, name_list
+from kvbench.report.compare.verdicts import (
+    bytes_text,
+    fewer_needles,
+    higher_nll,
+    hits_text,
+    loss_text,
+    losses,
+    not_judged,
+)
+
+MOST_GROUPS = 4
+MOST_METHODS = 3
+"""Methods with their numbers in one sentence."""
+
+
+def summary(groups: Sequence[Group]) -> list[str]:
+    """A few sentences for each of the first groups."""
+    found = []
+    for group in groups[:MOST_GROUPS]:
+        prefix = f"{group_name(group, groups)}: " if len(groups) > 1 else ""
+        found += [prefix + sentence for sentence in _sentences(group)]
+    if len(groups) > MOST_GROUPS:
+        found.append(f"The tables hold {len(groups) - MOST_GROUPS} more settings.")
+    return found
+
+
+def _sentences(group: Group) -> list[str]:
+    base = group.baseline
+    if base is None:
+        return [f"{len(group.members)} methods were measured, but not the full cache to compare them with."]
+    found = [_scope(group, base)]
+    compared = [member for member in group.members if "nll_minus_full" in member.numbers]
+    without_loss = [one for one in compared if not losses(one, base) and not_judged(one) is None]
+    if without_loss:
+        without_loss.sort(key=lambda one: one.held or 0)
+        shown = [f"{one.label} in {bytes_text(one, group)} (ΔNLL {_loss(one)})" for one in without_loss[:MOST_METHODS]]
+        rest = [one.label for one in without_loss[MOST_METHODS:]]
+        more = f"; and {name_list(rest)}" if rest else ""
+        found.append(f"Without a measured loss: {'; '.join(shown)}{more}.")
+    elif compared:
+        found.append(_all_lost_or_unknown(compared, base))
+    smallest = min((one for one in group.members if one.held), key=lambda one: one.held or 0, default=None)
+    if smallest is not None and smallest not in without_loss[:MOST_METHODS]:
+        found.append(f"Smallest cache: {smallest.label} in {bytes_text(smallest, group)}{_at_loss(smallest)}.")
+    return found + _needles(group, base) + _speed(group, base)
+
+
+def _all_lost_or_unknown(compared: Sequence[MethodNumbers], base: MethodNumbers) -> str:
+    """Counts the methods by how they lost, or by why they cannot be judged."""
+    higher = [one for one in compared if higher_nll(one)]
+    fewer = [one for one in compared if not higher_nll(one) and fewer_needles(one, base)]
+    reasons = Counter(not_judged(one) for one in compared if not losses(one, base))
+    parts = [f"{len(higher)} with a higher NLL beyond the interval"] if higher else []
+    parts += [f"{len(fewer)} with fewer needles beyond the interval"] if fewer else []
+    parts += [f"{count} cannot be judged ({reason})" for reason, count in reasons.most_common()]
+    count = f"{len(compared)} methods" if len(compared) > 1 else "one method"
+    return f"Of {count} none is without a measured loss: {', '.join(parts)}."
+
+
+def _scope(group: Group, base: MethodNumbers) -> str:
+    count, names = len(group.members), len({display_name(one.row) for one in group.members})
+    settings = f" in {count} settings" if count > names else ""
+    text = f"{names} method{'s' * (names != 1)}{settings} compared with the full cache"
+    parts = []
+    if (ppl := base.value("ppl")) is not None:
+        context = group.contexts["perplexity"]
+        parts.append(f"has a perplexity of {number_text.fixed_text(ppl, 2)} after {context:,} tokens")
+    if base.held is not None:
+        share = base.value("compressible_share")  # None: all of it
+        bounded = "" if share is None else f", {number_text.percent(share)} of it in layers that methods can compress"
+        parts.append(f"holds {bytes_text(base, Group(base.row))} at {group.contexts['memory']:,} tokens{bounded}")
+    return f"{text}, which {' and '.join(parts)}." if parts else f"{text}."
+
+
+def _loss(member: MethodNumbers) -> str:
+    return loss_text(member.numbers["nll_minus_full"])
+
+
+def _at_loss(member: MethodNumbers) -> str:
+    return f", ΔNLL {_loss(member)}" if "nll_minus_full" in member.numbers else ""
+
+
+def _needles(group: Group, base: MethodNumbers) -> list[str]:
+    measured = [one for one in group.members if "hit_rate" in one.numbers]
+    if not group.lengths or not measured:
+        return []
+    most = base.value("hit_rate") or 0
+    equal = [one.label for one in measured if (one.value("hit_rate") or 0) >= most]
+    found = f"{name_list(equal)} find at least as many" if equal else "every method finds fewer"
+    return [f"In {group.lengths[-1]:,} tokens the full cache finds {hits_text(base)} needles; {found}."]
+
+
+def _speed(group: Group, base: MethodNumbers) -> list[str]:
+    timed = [(value, one) for one in group.members if (value := one.value("tpot_p50_ms")) is not None]
+    full = base.value("tpot_p50_ms")
+    if full is None or not timed:
+        return []
+    best, fastest = min(timed, key=lambda item: item[0])
+    unsteady = [one.label for one in (base, fastest) if one.value("steady") == 0]
+    doubt = f" The timing of {' and '.join(unsteady)} was not steady." if unsteady else ""
+    rank = "the fastest method" if best < full else "the fastest method, which is not faster than the full cache"
+    return [
+        f"At {group.contexts.get('latency', 0):,} tokens of context the median time per output token is {_time(base)} "
+        f"with the full cache and {_time(fastest)} with {fastest.label}, {rank}.{doubt}"
+    ]
+
+
+def _time(member: MethodNumbers) -> str:
+    row = member.numbers["tpot_p50_ms"]
+    text = f"{number_text.significant(row.value or 0)} ms"
+    if row.low is None or row.high is None:
+        return text
+    return number_text.interval(text, number_text.significant(row.low), number_text.significant(row.high))

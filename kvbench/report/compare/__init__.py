@@ -1,0 +1,1 @@
+"""What may be compared with what: lines, baselines, names, verdicts and warnings."""

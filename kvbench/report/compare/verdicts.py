@@ -1,0 +1,122 @@
+"""Whether a method is worse than the full cache, whether the rows can show it, and the numbers behind it as text."""
+
+from __future__ import annotations
+
+from kvbench.report.compare import number_text
+from kvbench.report.compare.comparison import weights_of
+from kvbench.report.compare.methods import Group, MethodNumbers
+from kvbench.results.row import Row
+
+WIDEST_LOSS = 0.05
+"""Nats a token. A loss whose interval ends above it is not known well enough to be called small."""
+FEWEST_NEEDLES = 10
+WEIGHTS_WORDS = {"trained": "trained", "repeated": "heads repeated", "pooled": "heads mean-pooled", "random": "random"}
+"""Where a model's weights come from, as tables show it."""
+
+
+def losses(member: MethodNumbers, base: MethodNumbers) -> list[str]:
+    """Where a method is worse than the full cache beyond the interval; empty if nowhere."""
+    return [*higher_nll(member), *fewer_needles(member, base)]
+
+
+def higher_nll(member: MethodNumbers) -> list[str]:
+    """The loss, if its interval lies above zero."""
+    loss = member.numbers.get("nll_minus_full")
+    return [f"ΔNLL {loss_text(loss)}"] if loss is not None and loss.low is not None and loss.low > 0 else []
+
+
+def fewer_needles(member: MethodNumbers, base: MethodNumbers) -> list[str]:
+    """The hits at each length where the interval of the hit rate lies below the full cache's."""
+    found = []
+    for length, row in member.hits.items():
+        full = base.hits.get(length)
+        if full is not None and None not in (row.high, full.low) and row.high < full.low:  # type: ignore[operator]
+            found.append(f"{_hits(row)} needles at {length:,} tokens against {_hits(full)}")
+    return found
+
+
+def not_judged(member: MethodNumbers, *, needle: bool = False) -> str | None:
+    """Why the rows cannot show that a method without `losses` is as good as the full cache; None if they do show it."""
+    loss, engaged = member.numbers.get("nll_minus_full"), member.numbers.get("engaged")
+    if (reason := _untrained(member.row)) is not None:
+        return reason
+    if member.held is None:
+        return "its memory was not measured at the same context"
+    if loss is None or loss.value is None:
+        return "its loss against the full cache was not measured"
+    if engaged is not None and not engaged.value:
+        return "it never evicted or quantised anything"
+    if loss.low is None or loss.high is None:
+        return "its loss has no interval"
+    if loss.high < 0:
+        return "it scores better than the full cache beyond the interval: look for a fault first"
+    if loss.high > WIDEST_LOSS:
+        return f"its interval reaches above a loss of {WIDEST_LOSS:g} nats"
+    if needle:
+        hits = member.numbers.get("hit_rate")
+        if hits is None:
+            return "its needles were not measured at the longest length"
+        if (hits.n or 0) < FEWEST_NEEDLES:
+            return f"fewer than {FEWEST_NEEDLES} needles were hidden"
+    return None
+
+
+def _untrained(row: Row) -> str | None:
+    return {
+        "trained": None,
+        "repeated": "heads repeated: the same logits from a larger cache than the model's own",
+        "pooled": "heads mean-pooled without training",
+        "random": "random weights",
+    }[weights_of(row)]
+
+
+def loss_text(row: Row) -> str:
+    """`+0.0104 [+0.0012, +0.0203]`"""
+    if row.value is None:
+        return "–"
+    form = number_text.within(number_text.signed, row.low, row.high)
+    if row.low is None or row.high is None:
+        return form(row.value)
+    return number_text.interval(form(row.value), form(row.low), form(row.high))
+
+
+def bytes_text(member: MethodNumbers, group: Group) -> str:
+    """`13.2 MiB (3.81x smaller)`"""
+    if member.held is None:
+        return "–"
+    unit, form = number_text.in_bytes([member.held])
+    times = group.times_smaller(member)
+    return f"{form(member.held)} {unit}" + (f" ({times_text(times)} smaller)" if times else "")
+
+
+def times_text(times: float) -> str:
+    """`3.81x`"""
+    return f"{number_text.fixed_text(times, 2)}x"
+
+
+def hits_text(member: MethodNumbers | None) -> str:
+    """Hits over needles at the longest length."""
+    row = member.numbers.get("hit_rate") if member is not None else None
+    return "–" if row is None else _hits(row)
+
+
+def _hits(row: Row) -> str:
+    return f"{(row.value or 0) * (row.n or 0):.10g}/{row.n}"
+
+
+def numbers_of(member: MethodNumbers, group: Group) -> str:
+    """Bytes, loss, KL, needles and time per output token of a method, in one line."""
+    parts = [f"holds {bytes_text(member, group)}"]
+    context = group.contexts.get("memory") or group.contexts.get("perplexity")
+    if context:
+        parts[0] += f" at {context:,} tokens"
+    if (loss := member.numbers.get("nll_minus_full")) is not None:
+        parts.append(f"ΔNLL {loss_text(loss)}")
+    if (kl := member.value("kl")) is not None:
+        parts.append(f"KL {number_text.small(kl)}")
+    if "hit_rate" in member.numbers:
+        parts.append(f"needles {hits_text(member)}")
+    tpot, base = member.value("tpot_p50_ms"), group.baseline.value("tpot_p50_ms") if group.baseline else None
+    if tpot is not None and base is not None:
+        parts.append(f"TPOT {number_text.significant(tpot)} ms (full {number_text.significant(base)})")
+    return ", ".join(parts)

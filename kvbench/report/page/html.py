@@ -1,0 +1,175 @@
+"""report.html: one file with everything in it, which opens without a network."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from kvbench.report.advice.advice import Advice, advised_groups
+from kvbench.report.compare.comparison import is_baseline
+from kvbench.report.compare.methods import group_name
+from kvbench.report.compare.warnings import ReportWarning
+from kvbench.report.figures.all_figures import DrawnFigure
+from kvbench.report.page.commands import RecordedRun, command_of
+from kvbench.report.page.content import Report
+from kvbench.report.page.markdown import NO_WARNINGS, READING, machine_text
+from kvbench.report.page.table_files import to_csv, to_latex, to_markdown
+from kvbench.report.tables.table import INTERVAL, Column, Table
+
+OPEN_LINES = 3
+"""With at most as many warnings of one kind, their list is open."""
+MOST_LINES = 200
+"""Warnings of one kind that the page holds."""
+LARGEST_FILE = 300_000
+"""Bytes of a table's file that the page itself holds for saving; a larger file is linked."""
+
+
+@dataclass(frozen=True)
+class PageCell:
+    """One cell of a table. key: what the column is sorted by."""
+
+    text: str
+    interval: str
+    key: float | str
+    best: bool
+
+
+@dataclass(frozen=True)
+class PageLine:
+    """One line of a table. command: measures it again."""
+
+    cells: list[PageCell]
+    baseline: bool
+    command: str | None
+
+
+def report_html(report: Report, folder: Path) -> str:
+    """The page. folder: where the figures were drawn."""
+    template = _template("report.html.j2")
+    tables = [_shown(table, report.runs) for table in report.tables]
+    return template.render(
+        report=report,
+        warnings=_by_kind(report.warnings),
+        no_warnings=NO_WARNINGS,
+        reading=" ".join(READING.split()),
+        settings=_by_setting(report.advice),
+        head=[table for table in tables if table["name"] == "overview"],
+        tables=[table for table in tables if table["name"] != "overview"],
+        traits=_shown(report.traits, report.runs) if report.traits is not None else None,
+        figures=[_embedded(figure, folder) for figure in report.figures],
+        commands=list(dict.fromkeys(run.command for run in report.runs.values() if run.command)),
+        machines=_machines(report.provenance),
+    )
+
+
+def changes_html(table: Table | None, title: str, sentence: str) -> str:
+    """The page of a comparison of two sweeps. table None: nothing changed."""
+    shown = _shown(table, {}) if table is not None else None
+    return _template("changes.html.j2").render(table=shown, title=title, sentence=sentence)
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=PackageLoader("kvbench.report.page", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def _by_kind(warnings: Iterable[ReportWarning]) -> list[dict[str, Any]]:
+    kinds: dict[str, list[str]] = {}
+    for warning in warnings:
+        kinds.setdefault(warning.kind, []).append(warning.text)
+    return [
+        {"kind": kind, "texts": texts[:MOST_LINES], "count": len(texts), "open": len(texts) <= OPEN_LINES}
+        for kind, texts in kinds.items()
+    ]
+
+
+def _by_setting(advice: Sequence[Advice]) -> list[tuple[str, list[Advice]]]:
+    """Advice under the name of its group, which is empty if there is only one."""
+    groups = advised_groups(advice)
+    settings: dict[str, list[Advice]] = {}
+    for one in advice:
+        several = len(groups) > 1 and one.key != "architecture"
+        settings.setdefault(group_name(one.group, groups) if several else "", []).append(one)
+    return sorted(settings.items(), key=lambda item: item[0] == "")
+
+
+def _shown(table: Table, runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
+    lines = []
+    for index in range(table.height):
+        row = table.rows[index] if table.rows else None
+        recorded = runs.get(row.run or "") if row is not None else None
+        command = command_of(row, recorded) if row is not None and recorded is not None else None
+        cells = [_cell(column, index) for column in table.columns]
+        lines.append(PageLine(cells, row is not None and is_baseline(row), command))
+    return {
+        "name": table.name,
+        "title": table.title,
+        "caption": " · ".join(table.caption),
+        "columns": table.columns,
+        "lines": lines,
+        "commands": any(line.command for line in lines),
+        "files": _files(table),
+    }
+
+
+def _cell(column: Column, index: int) -> PageCell:
+    text = column.full[index]
+    number = column.numbers[index] if column.numbers else None
+    found = INTERVAL.match(text)
+    value, interval = found.groups() if found and not column.left else (text, "")
+    key = number if number is not None else "" if column.numbers else text
+    return PageCell(value, interval, key, index in column.best)
+
+
+def _files(table: Table) -> list[tuple[str, str, str]]:
+    """What can be saved: the format, the file name, and the content as a data address (or the file beside the page)."""
+    found = []
+    for word, ending, kind, content in (
+        ("CSV", "csv", "text/csv", to_csv(table)),
+        ("LaTeX", "tex", "text/plain", to_latex(table)),
+        ("Markdown", "md", "text/plain", to_markdown(table)),
+    ):
+        name = f"{table.name}.{ending}"
+        address = _address(content.encode(), f"{kind};charset=utf-8") if len(content) < LARGEST_FILE else name
+        found.append((word, name, address))
+    return found
+
+
+def _embedded(figure: DrawnFigure, folder: Path) -> dict[str, Any]:
+    image = (folder / figure.file).read_bytes()
+    paper = figure.file.removesuffix(".png") + ".pdf"
+    pdf = (folder / paper).read_bytes()
+    width, height = (int.from_bytes(image[start : start + 4], "big") for start in (16, 20))  # PNG's first chunk
+    return {
+        "title": figure.title,
+        "caption": figure.caption,
+        "alt": figure.alt,
+        "image": _address(image, "image/png"),
+        "paper": _address(pdf, "application/pdf"),
+        "paper_name": paper,
+        "width": width // 2,
+        "height": height // 2,
+    }
+
+
+def _address(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _machines(provenance: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Code and machine, each once, with the runs that it made."""
+    alike: dict[str, list[str]] = {}
+    for run, known in provenance.items():
+        alike.setdefault(machine_text({**known, "time_utc": ""}).rstrip("; "), []).append(run)
+    return list(alike.items())

@@ -1,0 +1,122 @@
+"""report.md: the report for the viewer of a repository, with its tables and figures beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.report.advice.advice import Advice, advised_groups
+from kvbench.report.compare.methods import group_name
+from kvbench.report.compare.warnings import ReportWarning
+from kvbench.report.figures.all_figures import DrawnFigure
+from kvbench.report.page.content import Report
+from kvbench.report.page.table_files import to_markdown
+from kvbench.report.tables.table import Table, shared_caption
+from kvbench.results.run_files import PROVENANCE
+
+MOST_COMMANDS = 20
+NO_WARNINGS = (
+    "None: every method evicted or quantised, nothing failed, no method scored above the full cache beyond an interval."
+)
+READING = """\
+ΔNLL: nats a token above the full cache on the same tokens. KL: from the full cache to the method, nats a token.
+top-1: share of tokens for which both predict the same next token. engaged: share of the scored tokens that were
+predicted after an eviction or a quantisation. kept: tokens held per KV head. TTFT: time to first token. TPOT: time per
+output token. a token: held bytes divided by tokens seen. x smaller: bytes of the full cache of the same model and run,
+divided by bytes held, free slots included. Brackets: 95% intervals (how they are computed: under How it was measured).
+Bold: better than every other method beyond the intervals. The CSV files hold unrounded numbers.
+"""
+
+
+def report_markdown(report: Report) -> str:
+    """The whole report as Markdown, links relative to its folder."""
+    sections = [
+        f"# {report.title}",
+        report.size,
+        "## Warnings\n\n" + (_listed(report.warnings) or NO_WARNINGS),
+        "## Summary\n\n" + "\n".join(f"- {_safe(sentence)}" for sentence in report.summary) if report.summary else "",
+        "## Advice\n\n" + _advice(report.advice) if report.advice else "",
+        *_tables(report.tables),
+        "## Figures\n\n" + _figures(report.figures) if report.figures else "",
+        f"## Traits\n\n{to_markdown(report.traits)}" if report.traits is not None else "",
+        "## How it was measured\n\n" + _listed(report.remarks) if report.remarks else "",
+        "## Reproduce\n\n" + commands(report),
+        "## Provenance\n\n"
+        + "\n".join(f"- `{run}`: {machine_text(known)}" for run, known in report.provenance.items()),
+    ]
+    return "\n\n".join(section.rstrip("\n") for section in sections if section) + "\n"
+
+
+def commands(report: Report) -> str:
+    """The commands of the runs as a code block, each once."""
+    known = list(dict.fromkeys(run.command for run in report.runs.values() if run.command))
+    if not known:
+        return "No command was recorded."
+    more = len(known) - MOST_COMMANDS
+    rest = f"\n\n... and {more} more, each in its run's {PROVENANCE}." if more > 0 else ""
+    return "```bash\n" + "\n".join(known[:MOST_COMMANDS]) + "\n```" + rest
+
+
+def _tables(tables: Sequence[Table]) -> list[str]:
+    shared = shared_caption([table for table in tables if not table.name.startswith(("overview", "published"))])
+    sections = []
+    if tables:
+        common = f"All tables: {' · '.join(shared)}.\n\n" if shared else ""
+        sections.append(f"## Results\n\n{common}{READING}")
+    for table in tables:
+        own = " · ".join(part for part in table.caption if part not in shared)
+        files = ", ".join(f"[{ending}]({table.name}.{ending})" for ending in ("csv", "parquet", "tex"))
+        sections.append(f"### {table.title}\n\n{to_markdown(table)}\n{own + '. ' if own else ''}Numbers: {files}")
+    return sections
+
+
+def _figures(figures: Sequence[DrawnFigure]) -> str:
+    images = [
+        f"![{figure.alt}]({figure.file})\n\n*{figure.caption}.* [pdf]({figure.file.removesuffix('.png')}.pdf)"
+        for figure in figures
+    ]
+    return "\n\n".join(images)
+
+
+def _advice(advice: Sequence[Advice]) -> str:
+    groups = advised_groups(advice)
+    parts = []
+    for one in advice:
+        several = len(groups) > 1 and one.key != "architecture"
+        where = f" ({_safe(group_name(one.group, groups))})" if several else ""
+        lines = [f"**{one.title}**{where} — {one.need}: **{_safe(one.headline)}**", ""]
+        lines += [f"- {_safe(reason)}" for reason in one.reasons]
+        lines += [f"- *not shown by the data:* {_safe(limit)}" for limit in one.limits]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _listed(warnings: Sequence[ReportWarning]) -> str:
+    return "\n".join(f"- **{warning.kind}**: {_safe(warning.text)}" for warning in warnings)
+
+
+def _safe(text: str) -> str:
+    """Text from outside (error messages, notes) with the signs of Markdown escaped."""
+    for sign in ("\\", "`", "*", "_", "<", "[", "]"):
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
+def machine_text(known: Mapping[str, Any]) -> str:
+    """Code, packages and machine of a run in one line."""
+    if not known:
+        return f"no {PROVENANCE}"
+    packages = known.get("packages") or {}
+    named = ("kvbench", "torch", "transformers")
+    versions = [f"{name} {packages[name]}" for name in named if name in packages]
+    git = known.get("git") or {}
+    commit = f"commit {str(git['commit'])[:12]}" if git.get("commit") else "no commit recorded"
+    if git.get("dirty"):
+        commit += f" with changes (sha256 {str(git.get('diff_sha256'))[:12]})"
+    cpu = known.get("cpu") or {}
+    devices = [f"{cpu.get('name', 'unknown CPU')}, {cpu.get('usable_cores', '?')} cores"]
+    devices += [str(gpu.get("name")) for gpu in known.get("gpus") or []]
+    source = f"source {str(known.get('source_hash'))[:12]}"
+    parts = [commit, source, *versions, f"Python {known.get('python', '?')}", *devices]
+    threads = [f"{key}={value}" for key, value in (known.get("environment") or {}).items()]
+    return "; ".join([*parts, *threads, str(known.get("time_utc", "time unknown"))])

@@ -1,0 +1,1 @@
+"""Tables of the report, for a page, a terminal and files."""

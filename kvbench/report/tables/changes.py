@@ -1,0 +1,158 @@
+"""Changes between two sweeps beyond the intervals: `python -m kvbench.report --against OLD NEW`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvbench.report.compare.comparison import COMPARED, config_of
+from kvbench.report.compare.names import labels, short_model
+from kvbench.report.compare.number_text import interval, significant
+from kvbench.report.tables.headlines import Recorded, better_of
+from kvbench.report.tables.table import Column, Table, text_column
+from kvbench.results.row import KNOBS, ROLES, Row
+
+KEY = (*COMPARED, "protocol", "context", *KNOBS, *ROLES["place"])
+"""Rows of two sweeps that agree in these columns are the same number measured twice."""
+COUNTED = ("bytes", "tokens", "positions", "bits", "x")
+"""Units of numbers that are counted, so that any difference is a change."""
+NOTABLE = 0.05
+"""Relative change from which a number without an interval is listed."""
+Kind = Literal["worse", "better", "moved", "no interval", "status", "gone", "new"]
+ORDER: tuple[Kind, ...] = ("status", "worse", "better", "moved", "gone", "new", "no interval")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number in both sweeps, or in one of them."""
+
+    kind: Kind
+    old: Row | None
+    new: Row | None
+
+    @property
+    def row(self) -> Row:
+        found = self.new or self.old
+        if found is None:
+            raise ValueError("a change needs a row")
+        return found
+
+
+def changes(old: Sequence[Row], new: Sequence[Row], recorded: Recorded | None = None) -> tuple[list[Change], int]:
+    """Numbers that differ beyond their intervals, are new, gone or have another status; and how many are unchanged.
+
+    recorded: headlines from the configs of the run folders, which say whether low or high is better.
+    """
+    better = better_of(recorded)
+    before, after = _by_key(old), _by_key(new)
+    found: list[Change] = []
+    same = 0
+    for key in dict.fromkeys([*before, *after]):
+        one, other = before.get(key), after.get(key)
+        if one is None or other is None:
+            found.append(Change("new" if one is None else "gone", one, other))
+        elif (kind := _kind(one, other, better)) is not None:
+            found.append(Change(kind, one, other))
+        else:
+            same += 1
+    found = _once_a_measure(found)
+    return sorted(found, key=lambda change: ORDER.index(change.kind)), same
+
+
+def _by_key(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
+    """The latest row of each number; a failure never replaces a number."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row.method is None:
+            continue
+        key = tuple(getattr(row, name) for name in KEY)
+        if row.status == "ok" or key not in found:
+            found[key] = row
+    return found
+
+
+def _kind(old: Row, new: Row, better_of_metric: Mapping[str, str]) -> Kind | None:
+    if old.status != new.status:
+        return "status"
+    if old.value is None or new.value is None or old.value == new.value:
+        return None if old.value == new.value else "status"
+    counted = old.unit in COUNTED
+    bounds = (old.low, old.high, new.low, new.high)
+    if not counted and None in bounds:
+        change = abs(new.value - old.value) / max(abs(old.value), 1e-12)
+        return "no interval" if change > NOTABLE else None
+    if counted:
+        apart = not math.isclose(old.value, new.value, rel_tol=1e-9)
+    else:
+        apart = new.low > old.high or new.high < old.low  # type: ignore[operator]
+    if not apart:
+        return None
+    better = better_of_metric.get(str(old.metric))
+    if better is None:
+        return "moved"
+    return "better" if (new.value < old.value) == (better == "low") else "worse"
+
+
+def _once_a_measure(found: list[Change]) -> list[Change]:
+    """A method that is new or gone gets one change for each measure and context, not one for each metric."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for change in found:
+        if change.kind in ("new", "gone"):
+            row = change.row
+            place = (change.kind, row.model, row.dtype, config_of(row), row.measure, row.context)
+            if place in seen:
+                continue
+            seen.add(place)
+        kept.append(change)
+    return kept
+
+
+def changes_table(found: Sequence[Change], rows: Sequence[Row]) -> Table:
+    """One line for each change, the most serious first."""
+    names = labels([row for row in rows if row.method])
+    models = {row.model for row in rows if row.method}
+    texts = [_texts(change, names[config_of(change.row)]) for change in found]
+    columns = [text_column(key, key, [text[key] for text in texts]) for key in ("what", "method", "measure", "metric")]
+    if len(models) > 1:
+        columns.insert(1, text_column("model", "model", [short_model(change.row.model, models) for change in found]))
+    for key, side in (("old", "old"), ("new", "new")):
+        cells = [text[key] for text in texts]
+        rows_of_side = [getattr(change, side) for change in found]
+        numbers = [None if row is None else row.value for row in rows_of_side]
+        columns.append(Column(key, key, cells, cells, numbers=numbers))
+    return Table("against", "Changes", [], tuple(columns), [dict(text) for text in texts])
+
+
+def _texts(change: Change, label: str) -> dict[str, str]:
+    row = change.row
+    place = "" if row.context is None else f" at {row.context:,}"
+    place += "" if row.depth is None else f", depth {row.depth:g}"
+    metric = "–" if change.kind in ("new", "gone") else str(row.metric or "–")
+    texts = {"what": change.kind, "method": label, "measure": f"{row.measure or 'run'}{place}", "metric": metric}
+    whole = change.kind in ("new", "gone")
+    return texts | {"old": _value(change.old, whole), "new": _value(change.new, whole)}
+
+
+def _value(row: Row | None, whole: bool) -> str:
+    if row is None:
+        return "–"
+    if whole:
+        return "measured" if row.status == "ok" else row.status
+    if row.value is None:
+        return row.status
+    text = significant(row.value, 4)
+    if row.low is None or row.high is None:
+        return text
+    return interval(text, significant(row.low, 4), significant(row.high, 4))
+
+
+def changes_sentence(found: Sequence[Change], same: int) -> str:
+    """`3 worse, 1 better, 120 numbers unchanged within their intervals.`"""
+    counts = Counter(change.kind for change in found)
+    words = {"no interval": "changed without an interval to judge by", "status": "with another status"}
+    parts = [f"{counts[kind]} {words.get(kind, kind)}" for kind in ORDER if counts[kind]]
+    return ", ".join([*parts, f"{same:,} numbers unchanged within their intervals"]) + "."

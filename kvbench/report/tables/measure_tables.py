@@ -1,0 +1,132 @@
+"""One table for each measure: a line for each method in one setting, the baseline first, only columns that vary.
+
+A `Table` holds each number as text and unrounded, so the terminal, the page and the files show the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from kvbench.report.compare.comparison import Line, baseline_of, lines_of, measures_of
+from kvbench.report.compare.names import display_name
+from kvbench.report.compare.warnings import find_warnings
+from kvbench.report.tables.columns import caption_of, identity_columns, metric_columns, repeats_text, status_column
+from kvbench.report.tables.headlines import COUNTS, SMALLER, Recorded, headlines_of, reading_order
+from kvbench.report.tables.needle_tables import needle_tables
+from kvbench.report.tables.table import Table, for_terminal, shared_caption
+from kvbench.results.headline import Headline
+from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
+
+MOST_WARNINGS = 8
+
+
+def build_tables(rows: Sequence[Row], recorded: Recorded | None = None) -> list[Table]:
+    """All tables that the rows allow, in reading order. recorded: headlines from the configs of their run folders."""
+    tables: list[Table] = []
+    for measure in measures_of(rows, reading_order(recorded)):
+        if measure == "needle":
+            lines = lines_of(rows, measure, by_context=False)
+            columns, constants = metric_columns(lines, COUNTS)
+            identity = [*identity_columns(lines, skip=("context",)), *status_column(lines)]
+            caption = [*caption_of(lines, skip=("context",)), *constants, *repeats_text(lines)]
+            tables += needle_tables(lines, identity, caption, columns)
+            continue
+        lines = lines_of(rows, measure)
+        tables.append(_measure_table(measure, lines, recorded))
+        if parts := _parts_table(measure, lines):
+            tables.append(parts)
+    return tables
+
+
+class TerminalTable:
+    """A table for each measure, as wide as the console allows, then the warnings. recorded: as in `build_tables`."""
+
+    def __init__(self, rows: Sequence[Row], recorded: Recorded | None = None) -> None:
+        self.tables = [table for table in build_tables(rows, recorded) if table.terminal]
+        self.warnings = find_warnings(rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shared = shared_caption(self.tables)
+        yield Text(" · ".join(shared), style="dim")
+        for table in self.tables:
+            yield Text()
+            yield for_terminal(table, options.max_width, shared)
+        if self.warnings:
+            yield Text()
+        for warning in self.warnings[:MOST_WARNINGS]:
+            yield Text.assemble((f"{warning.kind}: ", "bold yellow"), warning.text)
+        if len(self.warnings) > MOST_WARNINGS:
+            more = len(self.warnings) - MOST_WARNINGS
+            yield Text(f"... and {more} more warnings in the report", style="yellow")
+
+
+def terminal_table(frame: pd.DataFrame) -> TerminalTable:
+    """The tables for rich's Console.print. `frame` has the columns of `kvbench.results.row.Row`, as `load` returns."""
+    return TerminalTable(rows_of(frame))
+
+
+def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None) -> Table:
+    headlines = headlines_of(measure, lines, recorded)
+    if SMALLER in headlines:
+        _add_times_smaller(lines)
+    columns, constants = metric_columns(lines, headlines)
+    caption = [*caption_of(lines), *constants, *repeats_text(lines)]
+    return Table(
+        name=measure,
+        title=measure.replace("_", " ").capitalize(),
+        caption=caption,
+        columns=(*identity_columns(lines), *status_column(lines), *columns),
+        records=_records(lines),
+        rows=[line.row for line in lines],
+    )
+
+
+def _add_times_smaller(lines: Sequence[Line]) -> None:
+    """Add to each line how many times smaller its cache is than its baseline's, slack included."""
+    for line in lines:
+        base = baseline_of(line, lines)
+        full, held = base.get("held_bytes") if base is not None else None, line.get("held_bytes")
+        if full is not None and held is not None and full.value and held.value:
+            line.add(replace(held, metric=SMALLER.metric, value=full.value / held.value, unit="x"))
+
+
+def _parts_table(measure: str, lines: list[Line]) -> Table | None:
+    """Held bytes by part; None for a measure that has no parts."""
+    found = [part for part in MEMORY_PARTS if any(line.get(f"held_bytes.{part}") for line in lines)]
+    measured = [line for line in lines if any(line.get(f"held_bytes.{part}") for part in found)]
+    if not found:
+        return None
+    headlines = [Headline(f"held_bytes.{part}", part, "bytes") for part in found]
+    columns, _ = metric_columns(measured, [*headlines, Headline("held_bytes", "held", "bytes")])
+    return Table(
+        name=f"{measure}_parts",
+        title=f"{measure.capitalize()} by part",
+        caption=caption_of(measured),
+        columns=(*identity_columns(measured), *columns),
+        records=_records(measured, ["held_bytes", *(f"held_bytes.{part}" for part in found)]),
+        terminal=False,
+        rows=[line.row for line in measured],
+    )
+
+
+def _records(lines: Sequence[Line], metrics: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Unrounded numbers for CSV: identity, then every metric (or those named) with its interval and n."""
+    records = []
+    for line in lines:
+        record: dict[str, Any] = {"method_shown": display_name(line.row)}
+        record |= {name: getattr(line.row, name) for name in IDENTITY}
+        for (metric, _, _), row in line.cells.items():
+            if metrics is not None and metric not in metrics:
+                continue
+            record[metric] = row.value
+            bounds = {"low": row.low, "high": row.high, "n": row.n}
+            record |= {f"{metric}_{name}": value for name, value in bounds.items() if value is not None}
+        record["status"] = line.status
+        records.append(record)
+    return records

@@ -1,0 +1,159 @@
+"""Tables with one line for each method over all measures: the overview that heads a report, and the traits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Cell, Line, layout_of, measures_of, weights_of
+from kvbench.report.compare.methods import Group, MethodNumbers
+from kvbench.report.compare.names import display_name, short_model
+from kvbench.report.compare.verdicts import WEIGHTS_WORDS, loss_text, times_text
+from kvbench.report.tables.columns import identity_columns, metric_columns
+from kvbench.report.tables.headlines import SMALLER, Recorded, reading_order
+from kvbench.report.tables.table import Column, Table, text_column
+from kvbench.results.headline import Headline
+from kvbench.results.row import IDENTITY, KNOBS, Row
+
+SETTINGS_OF_A_MEASURE = tuple(name for name in IDENTITY if name not in (*MODEL_AND_DEVICE, "arch", *KNOBS))
+"""Columns that say how one measure was taken, so they say nothing about a line over all measures."""
+QUALITY = (
+    Headline("nll_minus_full", "ΔNLL", "signed", better="low"),
+    Headline("kl", "KL", "small", better="low"),
+    Headline("top1", "top-1", "percent", better="high"),
+    Headline("hit_rate", "needles", "percent", better="high"),
+)
+HELD = Headline("held_bytes", "held", "bytes", better="low", exact=True)
+TPOT = Headline("tpot_p50_ms", "TPOT", "ms", better="low")
+HEADLINES = (*QUALITY, HELD, SMALLER, TPOT)
+# With several architectures in one table sizes come first, because every architecture has them. x smaller and ΔNLL
+# compare with the full cache of the same architecture.
+ARCHITECTURES = (
+    HELD,
+    Headline("bytes_per_token", "a token", "bytes"),
+    Headline("bytes_per_token_layer", "and a layer", "bytes"),
+    SMALLER,
+    TPOT,
+    Headline("ppl", "ppl", "fixed2"),
+    *QUALITY,
+)
+PLACES = {"perplexity": "quality after", "memory": "memory at", "latency": "TPOT at"}
+YES_NO = {True: "yes", False: "no", None: "–"}
+MOST_GROUPS = 2
+"""Groups that the table of traits shows."""
+
+
+def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table | None:
+    """One line for each method and group; None with fewer than two lines or without a number.
+
+    Where models, KV heads or MLA layouts differ, each line also shows bytes a token and where its weights come from.
+    """
+    lines = [_line(member, group) for group in groups for member in group.everyone]
+    several = len({(group.row.model, group.row.kv_heads, layout_of(group.row)) for group in groups}) > 1
+    columns, _ = metric_columns(lines, ARCHITECTURES if several else HEADLINES, across_measures=True)
+    if len(lines) < 2 or not columns:
+        return None
+    common, places = _places(groups)
+    identity = identity_columns(lines, skip=(*SETTINGS_OF_A_MEASURE, *(["converted"] if several else [])))
+    caption = [f"model {short_model(groups[0].row.model)}"] if len({group.row.model for group in groups}) == 1 else []
+    if several:
+        words = [WEIGHTS_WORDS[weights_of(line.row)] for line in lines]
+        identity.append(text_column("weights", "weights", words))
+    caption += common
+    if any(places):
+        identity.append(text_column("measured", "measured", places))
+    if len({row.tokenizer for group in groups if (row := _perplexity(group)) is not None}) > 1:
+        caption.append("perplexities of different tokenizers cannot be compared")
+    order = reading_order(recorded)
+    return Table(
+        "overview",
+        "All methods",
+        caption,
+        (*identity, *_of_methods(columns, lines)),
+        _records(lines),
+        terminal=False,
+        rows=[replace(line.row, measure=",".join(measures_of(line.cells.values(), order))) for line in lines],
+    )
+
+
+def _line(member: MethodNumbers, group: Group) -> Line:
+    """The method as a line without a context, because its numbers were taken at several."""
+    numbers = dict(member.numbers)
+    if member.held is not None:
+        held = replace(numbers["held_bytes"], value=member.held)
+        numbers["held_bytes"] = held
+        if (times := group.times_smaller(member)) is not None:
+            numbers[SMALLER.metric] = replace(held, metric=SMALLER.metric, value=times, unit="x")
+    cells: dict[Cell, Row] = {(metric, None, None): row for metric, row in numbers.items()}
+    return Line(replace(member.row, context=None), cells)
+
+
+def _places(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
+    """Contexts of the numbers: those that all groups share, and for each line those that only its group has."""
+    known = [_place(group) for group in groups]
+    common = {
+        measure: text
+        for place in known
+        for measure, text in place.items()
+        if all(other.get(measure, text) == text for other in known)
+    }
+    own = ["; ".join(text for measure, text in place.items() if measure not in common) for place in known]
+    return list(common.values()), [text for group, text in zip(groups, own, strict=True) for _ in group.everyone]
+
+
+def _place(group: Group) -> dict[str, str]:
+    found = {measure: f"{PLACES[measure]} {context:,} tokens" for measure, context in group.contexts.items()}
+    return found | ({"needle": f"needles in {group.lengths[-1]:,}"} if group.lengths else {})
+
+
+def _perplexity(group: Group) -> Row | None:
+    """The row of the full cache's perplexity."""
+    return None if group.baseline is None else group.baseline.numbers.get("ppl")
+
+
+def _of_methods(columns: Sequence[Column], lines: Sequence[Line]) -> list[Column]:
+    """The columns in which a line other than the baseline has a number."""
+    others = [index for index, line in enumerate(lines) if not line.baseline]
+    return [column for column in columns if any(column.numbers[index] is not None for index in others)]
+
+
+def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    records = []
+    for line in lines:
+        known = {name: getattr(line.row, name) for name in IDENTITY if name not in SETTINGS_OF_A_MEASURE}
+        record: dict[str, Any] = {"method_shown": display_name(line.row), **known}
+        for (metric, _, _), row in line.cells.items():
+            record |= {metric: row.value, **_bounds(metric, row)}
+        records.append(record)
+    return records
+
+
+def _bounds(metric: str, row: Row) -> Mapping[str, float]:
+    found = {f"{metric}_low": row.low, f"{metric}_high": row.high}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def traits_table(groups: Sequence[Group]) -> Table | None:
+    """What each method of the first groups loses by design, beside the measured saving; None without a method."""
+    pairs = [(member, group) for group in groups[:MOST_GROUPS] for member in group.members]
+    if not pairs:
+        return None
+    texts = [_traits(member, group) for member, group in pairs]
+    columns = tuple(text_column(key, key, [text[key] for text in texts], whole=key == "method") for key in texts[0])
+    return Table("traits", "Traits", [], columns, [dict(text) for text in texts], terminal=False)
+
+
+def _traits(member: MethodNumbers, group: Group) -> dict[str, str]:
+    traits, times = member.traits, group.times_smaller(member)
+    loss = member.numbers.get("nll_minus_full")
+    return {
+        "method": member.label,
+        "shrinks": traits.shrinks or "–",
+        "retraining": {True: "needed", False: "no", None: "–"}[traits.retraining],
+        "history": traits.history or "–",
+        "size bounded": YES_NO[traits.bounded],
+        "typical saving": traits.typical or "–",
+        "x smaller": "–" if times is None else times_text(times),
+        "at a ΔNLL of": "–" if loss is None else loss_text(loss),
+    }

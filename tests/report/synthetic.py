@@ -1,0 +1,138 @@
+"""Synthetic reports for tests: rows, run folders and single methods with given numbers. None is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvbench.report.advice.advice import Advice
+from kvbench.report.advice.scenarios import advise
+from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.warnings import find_warnings
+from kvbench.report.compare.window_samples import WindowSample
+from kvbench.report.tables.measure_tables import build_tables
+from kvbench.report.tables.table import Table
+from kvbench.results.folder import RunFolder
+from kvbench.results.row import Row
+from tests.shared.rows import BASE, METHODS, rows
+
+OOM = replace(BASE, method="h2o", store="dense", budget=4096, measure="latency", status="oom", note="tried 2 GiB")
+
+
+def table(made: Sequence[Row], name: str) -> Table:
+    return next(found for found in build_tables(made) if found.name == name)
+
+
+def column(found: Table, key: str) -> list[str]:
+    return next(column.full for column in found.columns if column.key == key)
+
+
+def keys(found: Table) -> list[str]:
+    return [column.key for column in found.columns]
+
+
+def kinds(made: Sequence[Row]) -> list[str]:
+    return [warning.kind for warning in find_warnings(made)]
+
+
+def sweep() -> list[Row]:
+    """h2o and streaming_llm at four budgets, beside full and kivi4."""
+    fixed = [method for method in METHODS if method[0] in ("full", "kivi4")]
+    swept = [
+        (name, "dense", {"budget": budget}, 22.4 + scale / budget, budget / 1024)
+        for name, scale in (("h2o", 300), ("streaming_llm", 500))
+        for budget in (64, 128, 256, 512)
+    ]
+    return rows([*fixed, *swept])
+
+
+def run_of(where: Path, made: Sequence[Row], status: str = "ok") -> RunFolder:
+    run = RunFolder.create(where, "test", {}, {"command": "python -m kvbench 'compare=[full,h2o]'", "packages": {}})
+    if made:
+        run.add(made)
+    if status != "running":
+        run.finish(status, error=None if status == "ok" else "it broke")
+    return run
+
+
+MIB = 2.0**20
+
+
+def cache(
+    method: str,
+    held: float,
+    loss: float,
+    *,
+    reach: float = 0.005,
+    hits: int = 12,
+    budget: float | None = None,
+    store: str = "dense",
+    **more: Any,
+) -> list[Row]:
+    """A method that holds `held` MiB of the full cache's 40 and lost `loss` nats, give or take `reach`."""
+    start = replace(BASE, method=method, store=store, budget=budget, **more)
+    full = method == "full" and store == "dense"
+    seen = replace(start, measure="perplexity", context=1024, n=1024, protocol="prefill_decode", batch=1)
+    bounds = {"low": loss - reach, "high": loss + reach} if not full else {"low": 0.0, "high": 0.0}
+    found = [
+        replace(seen, metric="nll_minus_full", value=loss, **bounds),
+        replace(seen, metric="ppl", value=20 * math.exp(loss), low=19 * math.exp(loss), high=21 * math.exp(loss)),
+        replace(seen, metric="kl", value=abs(loss) / 2 + 1e-6, low=abs(loss) / 2.1, high=abs(loss) / 1.9 + 2e-6),
+        replace(seen, metric="engaged", value=0.0 if full else 0.99),
+        replace(seen, metric="kept_tokens", value=budget or 1151.0),
+    ]
+    found.append(replace(start, measure="memory", context=2048, metric="held_bytes", value=held * MIB, unit="bytes"))
+    for depth in (0.1, 0.5, 0.9):
+        there = replace(start, measure="needle", context=2048, question="after", depth=depth, n=4)
+        part = min(4, max(0, hits - {0.1: 0, 0.5: 4, 0.9: 8}[depth]))
+        found += [replace(there, metric="hits", value=float(part)), replace(there, metric="hit_rate", value=part / 4)]
+    return found
+
+
+FULL = cache("full", 40, 0)
+
+
+ONE = {"store": "int8", "bits": 8}
+
+
+OTHER = {"store": "int4", "bits": 4}
+
+
+def advice_on(rows: Sequence[Row], key: str) -> Advice:
+    return next(one for one in advise(groups_of(rows)) if one.key == key)
+
+
+def chosen(rows: Sequence[Row], key: str) -> str:
+    return advice_on(rows, key).headline
+
+
+def latents() -> list[Row]:
+    """A model of random weights in two MLA layouts, int4 beside the full cache of each."""
+    made = []
+    for layout, heads, mib in (("expand", 16, 40.0), ("absorbed", 1, 4.0)):
+        columns = {"model": "org/Latent", "arch": "mla", "kv_heads": heads, "knobs": f'{{"mla": "{layout}"}}'}
+        for own in (cache("full", mib, 0.0), cache("full", mib / 5, 0.0, store="int4", bits=4)):
+            made += [replace(row, weights="random", **columns) for row in own]
+    return made
+
+
+def samples() -> list[WindowSample]:
+    rule = [replace(BASE, method=name, store="dense", budget=256.0, context=1024) for name in ("h2o", "random", "tova")]
+    return [WindowSample(row, str(i), 0.01 * i * (1 + place)) for place, row in enumerate(rule) for i in range(6)]
+
+
+def crowd() -> list[Row]:
+    """Six keep rules at four budgets beside the fixed methods: more than one panel can hold."""
+    fixed = [method for method in METHODS if method[0] in ("full", "kivi8", "kivi4", "kivi2")]
+    names = ("h2o", "streaming_llm", "random", "tova", "snapkv", "expected_attention")
+    swept = [
+        (name, "dense", {"budget": budget}, 22.4 + 100 * (place + 1) / budget, budget / 1024)
+        for place, name in enumerate(names)
+        for budget in (64.0, 128.0, 256.0, 512.0)
+    ]
+    made = rows([*fixed, *swept], contexts=(512, 2048), lengths=(1024,))
+    at = [row for row in made if row.metric == "kl" and row.value]
+    return made + [replace(row, metric="kl_at", position=1024 + 16 * i) for row in at for i in range(8)]

@@ -186,7 +186,7 @@ def verdicts(differences: Sequence[ArrayLike], margin: float = MARGIN, unit: str
 def _verdicts(differences: Array, margin: float, unit: str) -> list[Verdict]:
     """Verdicts of R methods on as many units each, [R, W]."""
     n = differences.shape[1]
-    finite = np.isfinite(differences).all(axis=1)
+    finite = np.asarray(np.isfinite(differences).all(axis=1))
     block = np.where(finite[:, None], differences, np.nan)
     mean, low, high = intervals(block)
     within = (high < margin) & (n >= FEWEST_UNITS)

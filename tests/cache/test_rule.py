@@ -25,7 +25,7 @@ from kvbench.cache.rotary import rotate_back
 from kvbench.cache.rule import EMPTY, KEEP, NO_SCORES, KeepRule, keep_best, keep_best_of_heads
 from kvbench.cache.rule_settings import whole
 from kvbench.cache.store import DenseStore
-from kvbench.cli.messages import names
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring
 from kvbench.methods.adakv import AdaKV
@@ -52,7 +52,7 @@ def yaml_of(name: str) -> str:
 
 # Settings that papers give for thousands of tokens, small enough for this prompt.
 SMALL: dict[str, Any] = {"window": 4, "pool": 3, "block": 3, "future": 8}
-EVICTING = [name for name in names("method") if "${budget}" in yaml_of(name)]
+EVICTING = [name for name in BUILT_IN.names("method") if "${budget}" in yaml_of(name)]
 TURN = rotate_back(exact_llama(1, 1, D, layers=1), 0)
 
 

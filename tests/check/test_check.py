@@ -215,7 +215,8 @@ def test_a_store_that_does_not_fit_the_head_size_is_named_and_the_rest_runs(
     size: int, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TINY, f"model.random.head_dim={size}", "compare=[kivi4,h2o]"]) == 0
-    first, *lines, last = capsys.readouterr().out.splitlines()
+    gate, first, *lines, last = capsys.readouterr().out.splitlines()
+    assert gate.startswith("pass  full ") and "full cache equals the model's forward: max difference" in gate
     assert first.startswith("skip  kivi4 ") and reason in first
     assert {line.split()[1] for line in lines} >= {"full", "h2o"}
     assert all(line.startswith("pass") for line in lines)

@@ -151,7 +151,8 @@ def test_keys_in_the_wrong_slot_are_caught(model: Any) -> None:
 
 def test_a_query_turned_the_wrong_way_is_caught(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = RotateBack.__call__
-    monkeypatch.setattr(rotary, "_takes_back", lambda *_: True)  # the engine's own guard would refuse it first
+    for guard in ("_takes_back", "_turns_what_is_cached"):  # the engine's own guards would refuse it first
+        monkeypatch.setattr(rotary, guard, lambda *_: True)
     monkeypatch.setattr(RotateBack, "__call__", lambda self, query, tokens: right(self, query, -tokens))
     assert MASKED in failed(model, StreamingLLM)
 

@@ -26,7 +26,7 @@ def check_switches(config: DictConfig) -> None:
         check_budget(config.budget)
     if config.kernel not in KERNELS:
         raise UserError(f"kernel={config.kernel} is unknown; choose from {', '.join(KERNELS)}")
-    for key in ("save_tokens", "save_kept"):
+    for key in ("save_tokens", "save_kept", "trust"):
         if not isinstance(config[key], bool):
             raise UserError(f"{key}={config[key]} is not true or false")
     for key, lowest, highest in (("seed", 0, 2**32 - 1), ("threads", 1, os.cpu_count() or 1)):

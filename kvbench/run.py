@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +18,13 @@ from kvbench.cache.calibrate import calibrate
 from kvbench.checks import check_calibration_text, check_measures_fit, check_methods, check_switches, small_prompts
 from kvbench.config import MethodConfig
 from kvbench.errors import EXIT_SOME_FAILED, NO_SPACE, UserError
+from kvbench.gate import gate
 from kvbench.measures.context import RunContext
 from kvbench.measures.measure import Measure
 from kvbench.measures.target import Target
 from kvbench.method_runs import device_name, instantiate, method_runs
 from kvbench.models.checkpoint import ModelSpec, model_spec
-from kvbench.models.load import describe, load_model, load_tokenizer, pick_device, pick_dtype, revision_of
+from kvbench.models.load import LoadedModel, describe, load_model, load_tokenizer, pick_device, pick_dtype, revision_of
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
 from kvbench.report.tables.measure_tables import TerminalTable
@@ -30,6 +33,7 @@ from kvbench.results import provenance
 from kvbench.results.folder import RunFolder, check_writable
 from kvbench.results.ledger import DONE, record_rows
 from kvbench.results.recorded_config import read_config, recorded_headlines
+from kvbench.results.row import Row, with_flags
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Work, measure
 from kvbench.sweep.plan import Job, measures_of, node_of
@@ -110,10 +114,12 @@ def load(
         progress.say(f"note: {loaded.name}: {loaded.remark}")
     for _, method in pairs:
         check_model(loaded.model, method.rule, method.store)
+    passed = prove(loaded, config.kernel, config.trust, progress)
     ready = [(method_config, calibrate(method, loaded)) for method_config, method in pairs]
+    runs = method_runs(ready, loaded, target.text, config, progress, target.bos)
     return RunContext(
         loaded=loaded,
-        methods=method_runs(ready, loaded, target.text, config, progress, target.bos),
+        methods=[replace(one, row=passed(one.row)) for one in runs],
         tokens=target.tokens,
         progress=progress,
         kernel=config.kernel,
@@ -124,6 +130,22 @@ def load(
         bos=target.bos,
         prepared=prepared,
     )
+
+
+def prove(loaded: LoadedModel, kernel: str, trust: bool, progress: Progress) -> Callable[[Row], Row]:
+    """Run the gate and print its line; returns what it adds to every row: its difference, or the flag `untrusted`.
+
+    Raises UserError where the full cache differs from the model's own forward, unless `trust` is False.
+    """
+    try:
+        found = gate(loaded, kernel)
+    except UserError as error:
+        if trust:
+            raise UserError(f"{error}; trust=false measures it and flags every row") from error
+        progress.say(f"warning: {error}")
+        return lambda row: with_flags(row, "untrusted")
+    progress.say(found.line)
+    return lambda row: replace(row, gate=found.difference)
 
 
 def measure_and_write(

@@ -294,3 +294,33 @@ def test_prompts_of_fidelity_are_different_ones() -> None:
     """128 samples of a text that has room for a handful are no 128 samples."""
     assert refusal(Fidelity([40, 20], 10, 4, 1), 70) is None  # prompts begin at 0, 10, 20, 30
     assert "type fidelity.samples=4 or fewer" in (refusal(Fidelity([40], 10, 5, 1), 70) or "")
+
+
+# the gate
+
+
+def test_rows_and_terminal_say_how_far_the_full_cache_is_from_the_own_forward(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*TINY, "measure=[perplexity]", *PERPLEXITY]) == 0
+    assert "full cache equals the model's forward: max difference" in capsys.readouterr().err
+    found = load(the_run())
+    assert found["gate"].notna().all() and float(found["gate"].max()) < 5e-4
+
+
+def test_a_model_that_fails_the_gate_is_refused_or_flagged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise UserError("random-tiny (LlamaForCausalLM): the full cache differs")
+
+    monkeypatch.setattr("kvbench.run.gate", fails)
+    words = [*TINY, "measure=[perplexity]", *PERPLEXITY]
+    assert main(words) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1] == (
+        "kvbench: random-tiny (LlamaForCausalLM): the full cache differs; trust=false measures it and flags every row"
+    )
+    assert not Path("results").exists() or not find_runs("results")
+    assert main([*words, "trust=false"]) == 0
+    assert all("untrusted" in flags.split() for flags in load(the_run())["flags"])

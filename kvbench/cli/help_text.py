@@ -3,7 +3,7 @@
 from kvbench.config.knobs import KNOBS, MEASURES, OTHER_KNOBS
 from kvbench.config.sources import ConfigSources, comment_of, root_text
 
-SWITCHES = ("kernel", "threads", "results_dir", "save_tokens", "save_kept", "rerun", "skip_larger")
+SWITCHES = ("kernel", "threads", "results_dir", "save_tokens", "save_kept", "rerun", "skip_larger", "trust")
 
 COMMANDS = (
     ("python -m kvbench method=h2o budget=1000", "measure one method beside the full cache"),

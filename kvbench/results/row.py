@@ -27,6 +27,7 @@ FLAGS = {
     "few_windows": "fewer than 10 windows: does not generalise to other text",
     "beyond_positions": "positions beyond those that the model was trained for",
     "not_finite": "logits were not finite",
+    "untrusted": "the full cache differs from the model's own forward",
 }
 """What a reader must know about a number before comparing it. Columns carry flags, notes are for people only."""
 
@@ -84,6 +85,7 @@ class Row:
     tokenizer: str | None = None  # first 16 hex digits of the sha256 of the tokenizer's file
     weights: str | None = None  # one of WEIGHTS
     flags: str | None = None  # names of FLAGS, sorted, separated by spaces; read with `flags_of`
+    gate: float | None = None  # largest difference of the full cache to the model's own forward, share of a logit
 
     def __post_init__(self) -> None:
         if self.status not in ROW_STATUSES:
@@ -143,7 +145,7 @@ ROLES: dict[Role, tuple[str, ...]] = {
         "bos",
     ),
     "place": ("measure", "metric", "depth", "position"),
-    "result": ("value", "unit", "low", "high", "n", "status", "note", "flags"),
+    "result": ("value", "unit", "low", "high", "n", "status", "note", "flags", "gate"),
 }
 """What each column says. Every column has one role.
 

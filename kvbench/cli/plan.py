@@ -1,6 +1,7 @@
-"""`python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB`: what caches will take, by formula.
+"""`python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB`: bytes of each cache by formula.
 
-From the config alone: no weights are loaded and nothing is measured. Other words are settings of `python -m kvbench`.
+The model's config is enough: no weights are loaded and nothing is measured. Other words are settings of
+`python -m kvbench`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ UNITS = {
     "TiB": 2**40,
 }
 LEAST_MEMORY = 10**6
-"""Bytes below which a size was meant in another unit."""
+"""Smallest memory= that is accepted: fewer bytes are a size whose unit was forgotten."""
 COUNTS = {"context": 4096, "batch": 1, "tokens": 128}
 
 
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(words: Sequence[str], sources: ConfigSources) -> Asked:
-    """The words of the command line. Raises UserError for a number or size that is none."""
+    """The words of the command line. Raises UserError for a value that is no whole number or no size."""
     counts, memory, rest = dict(COUNTS), None, []
     for word in words:
         key, equals, value = word.partition("=")
@@ -107,7 +108,7 @@ def size_of(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text)
     size = 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
     if size < LEAST_MEMORY:
-        raise UserError(f"memory={text} is no size of a memory; type memory=80GiB or memory=24GB")
+        raise UserError(f"memory={text} is not a memory size; type memory=80GiB or memory=24GB")
     return size
 
 
@@ -168,7 +169,7 @@ def planned_shape(spec: ModelSpec, config: Any) -> ModelShape:
 
 
 def planned_model(spec: ModelSpec, config: Any, shape: ModelShape) -> Planned:
-    """What the cache's formulas need of the model."""
+    """The model as the formulas of cache bytes need it."""
     from kvbench.cache.size import Planned
     from kvbench.models.load import pick_device, pick_dtype
     from kvbench.models.shape import layer_windows, state_numbers
@@ -190,7 +191,7 @@ def planned_model(spec: ModelSpec, config: Any, shape: ModelShape) -> Planned:
 
 
 def weight_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of the weights, tied ones once, counted on a model without any."""
+    """Bytes of the weights, tied ones counted once, from a model on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -210,10 +211,10 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     weights = weight_bytes(config, model.dtype.itemsize)
     full = model.full_bytes(asked.batch, asked.context + asked.tokens)
     lines = [
-        *facts(asked, spec, shape, model),
+        *model_lines(asked, spec, shape, model),
         f"batch {asked.batch}, {asked.context:,} tokens of context and room for {asked.tokens:,} more; "
-        f"full cache {readable(full)}, weights {readable(weights)}; what a forward needs on the way is not counted",
-        *doubts(asked, shape, weights),
+        f"full cache {readable(full)}, weights {readable(weights)}; the activations of a forward are not counted",
+        *plan_warnings(asked, shape, weights),
         "",
         f"{'method':<24}{'budget':>8}{'cache':>14}{'smaller':>9}" + ("" if asked.memory is None else f"{'batch':>9}"),
     ]
@@ -227,12 +228,12 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
             method.store.check(model.value_dim if model.latent else model.key_dim, model.value_dim)
             size = cache_bytes(method, model, asked.batch, asked.context, asked.tokens)
         except (UserError, HydraException) as error:
-            if len(methods) <= 2 and not entry.is_baseline:  # the one that was asked for
+            if len(methods) <= 2 and not entry.is_baseline:  # the one method that was named
                 raise
             lines.append(f"{start}  refused: {one_line(error)}")
             continue
         except TypeError:
-            lines.append(f"{start}  its size is known once it is calibrated")
+            lines.append(f"{start}  its size depends on calibration")
             continue
         smaller = "" if size == 0 else f"{full / size:.2f}x"
         line = f"{start}{readable(size):>14}{smaller:>9}"
@@ -242,23 +243,25 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     return "\n".join(lines)
 
 
-def facts(asked: Asked, spec: ModelSpec, shape: ModelShape, model: Planned) -> list[str]:
-    """What the numbers below are of."""
+def model_lines(asked: Asked, spec: ModelSpec, shape: ModelShape, model: Planned) -> list[str]:
+    """The first lines of the table: the model, its layers and its data type."""
     bounded = sum(window is not None for window in model.windows)
     states = f", {model.state_layers} with a state of fixed size" if model.state_layers else ""
     dtype = str(model.dtype).removeprefix("torch.")
     auto = " as on a GPU (a CPU runs in float32: model.dtype=float32)" if spec.dtype == "auto" else ""
-    layers = f"{shape.n_layers} layers ({bounded} bounded by a window of their own{states})"
+    layers = f"{shape.n_layers} layers ({bounded} with a sliding window{states})"
     heads = f"{model.kv_heads} KV head{'s' * (model.kv_heads != 1)}, {model.numbers} numbers a token and head"
     return [f"{spec.name}: {shape.arch}, {layers}, {heads}, {dtype}{auto}"]
 
 
-def doubts(asked: Asked, shape: ModelShape, weights: int) -> list[str]:
-    """What speaks against the plan itself."""
+def plan_warnings(asked: Asked, shape: ModelShape, weights: int) -> list[str]:
+    """Warnings: more positions than the model has, weights that do not fit."""
     found = []
     longest = asked.context + asked.tokens
     if shape.max_positions is not None and longest > shape.max_positions:
-        found.append(f"the model has {shape.max_positions:,} positions and this takes {longest:,}: a run is refused")
+        found.append(
+            f"the model has {shape.max_positions:,} positions and this plan needs {longest:,}: a run will be refused"
+        )
     if asked.memory is not None and weights > asked.memory:
         found.append(f"the weights alone do not fit into {readable(asked.memory)}")
     return found

@@ -95,7 +95,7 @@ class ConfigSources:
         for group in GROUPS:
             for file in self.files(group).values():
                 text = file.read_text(encoding="utf-8")
-                if "@package _global_" not in text.split("\n", 1)[0]:
+                if not re.match(r"(#.*\n)*?# *@package _global_", text):
                     continue
                 for key in yaml_of(file):
                     if key not in known:

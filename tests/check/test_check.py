@@ -151,7 +151,8 @@ def test_keys_in_the_wrong_slot_are_caught(model: Any) -> None:
 
 def test_a_query_turned_the_wrong_way_is_caught(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = RotateBack.__call__
-    monkeypatch.setattr(rotary, "_takes_back", lambda *_: True)  # the engine's own guard would refuse it first
+    for guard in ("_takes_back", "_turns_what_is_cached"):  # the engine's own guards would refuse it first
+        monkeypatch.setattr(rotary, guard, lambda *_: True)
     monkeypatch.setattr(RotateBack, "__call__", lambda self, query, tokens: right(self, query, -tokens))
     assert MASKED in failed(model, StreamingLLM)
 
@@ -215,7 +216,8 @@ def test_a_store_that_does_not_fit_the_head_size_is_named_and_the_rest_runs(
     size: int, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TINY, f"model.random.head_dim={size}", "compare=[kivi4,h2o]"]) == 0
-    first, *lines, last = capsys.readouterr().out.splitlines()
+    gate, first, *lines, last = capsys.readouterr().out.splitlines()
+    assert gate.startswith("pass  full ") and "full cache equals the model's forward: max difference" in gate
     assert first.startswith("skip  kivi4 ") and reason in first
     assert {line.split()[1] for line in lines} >= {"full", "h2o"}
     assert all(line.startswith("pass") for line in lines)

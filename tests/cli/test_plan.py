@@ -177,7 +177,7 @@ def test_bad_words_are_one_line(words: list[str], says: str, capsys: pytest.Capt
 def test_what_speaks_against_a_plan_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=llama2-7b", "method=full", "context=8192", "memory=10GiB"]) == 0
     said = capsys.readouterr().out
-    assert "the model has 4,096 positions and this takes 8,320: a run is refused" in said
+    assert "the model has 4,096 positions and this plan needs 8,320: a run will be refused" in said
     assert "the weights alone do not fit into 10.00 GiB" in said and said.splitlines()[-1].split()[-1] == "0"
 
 

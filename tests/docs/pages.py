@@ -52,13 +52,16 @@ def commands() -> dict[str, str]:
     return found
 
 
-def files(page: str, under: str) -> dict[str, str]:
-    """The files that a page shows, by path, of those whose path begins with `under`."""
-    return {
-        block.file: block.text
-        for block in blocks()
-        if block.page == page and block.file is not None and block.file.startswith(under)
-    }
+def files(page: str) -> dict[str, str]:
+    """The files that a page shows, by path."""
+    return {block.file: block.text for block in blocks() if block.page == page and block.file is not None}
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Save the files that a page shows below `folder`."""
+    for name, content in files(page).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
 
 
 def name_of(page: Path) -> str:

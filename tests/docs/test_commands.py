@@ -17,36 +17,36 @@ from kvbench.cli.main import main
 from kvbench.cli.plan import main as plan
 from kvbench.cli.status import main as status
 from kvbench.cli.words import check_words, without_pack
-from kvbench.config import chosen_measures, method_configs
+from kvbench.config import chosen_measures, method_configs, take_sources
 from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_SOME_FAILED
 from kvbench.harness.__main__ import spelled
 from kvbench.harness.settings import read_asked
 from kvbench.offline import RECIPES
 from kvbench.report.__main__ import main as report
-from tests.docs.pages import commands
+from tests.docs.pages import commands, write_files
 from tests.shared.paths import ROOT
-
-EXECUTED_ELSEWHERE = ("--config-dir", "hydra.searchpath")
-"""Commands with files of their own: tests/docs/test_extending.py writes those files and runs them."""
 
 Check = Callable[[list[str], Path, pytest.MonkeyPatch], None]
 
 
 def kvbench(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Composed, with the methods of `compare`; of a sweep its first job."""
-    if any(flag in word for word in words for flag in EXECUTED_ELSEWHERE):
-        return
-    if "--help" in words:
+    """Composed, with the methods of `compare` and the measures; of a sweep its first job.
+
+    For --config-dir the files of docs/extending.md stand in the current folder.
+    """
+    if "--config-dir" in words:
+        write_files("docs/extending.md", folder)
+    sources, others = take_sources(words)
+    if "--help" in others:
         assert main(words) == 0
         return
-    settings = [
-        word for word in without_pack(check_words(words, BUILT_IN)) if "=" in word and not word.startswith("hydra")
-    ]
+    settings = without_pack(check_words(others, sources))
+    settings = [word for word in settings if "=" in word and not word.startswith("hydra")]
     settings = [word if "[" in word else re.sub(r"=([\w.]+),.*", r"=\1", word) for word in settings]
-    config = BUILT_IN.composed(settings)
-    assert method_configs(config, settings)[0].is_baseline
-    chosen_measures(config)
+    config = sources.composed(settings)
+    assert method_configs(config, [*sources.words, *settings])[0].is_baseline
+    assert chosen_measures(config)
 
 
 def kvbench_report(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,8 @@ def kvbench_report(words: list[str], folder: Path, patch: pytest.MonkeyPatch) ->
         path = folder / word
         if not word.startswith("-") and not path.exists() and not word.startswith("compared"):
             shutil.copytree(run, path / "run", ignore=shutil.ignore_patterns("report"))
-    patch.setattr("kvbench.report.page.write_report", lambda paths, out: out)
-    patch.setattr("kvbench.report.against.write_against", lambda old, new, out: (None, ""))
+    patch.setattr("kvbench.report.page.write.write_report", lambda paths, out: out)
+    patch.setattr("kvbench.report.page.write.write_changes", lambda old, new, out: (None, ""))
     assert report(words) == 0
 
 

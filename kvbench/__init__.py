@@ -12,17 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.api import load_method, load_model
-    from kvbench.cache.build import build_cache, prefill
+    from kvbench.cache.build import Method, build_cache, prefill
     from kvbench.cache.calibrate import calibrate
     from kvbench.cache.decode import generate
+    from kvbench.cache.observe import Observation
+    from kvbench.cache.rule import KEEP, KeepRule
+    from kvbench.cache.store import Store
     from kvbench.harness.adapter import KVBenchLM
     from kvbench.measures.measure import Measure
     from kvbench.results.loading import load
 
 __version__ = "0.1.0"
 __all__ = [
+    "KEEP",
     "KVBenchLM",
+    "KeepRule",
     "Measure",
+    "Method",
+    "Observation",
+    "Store",
     "build_cache",
     "calibrate",
     "generate",
@@ -43,8 +51,13 @@ if (_checkout / "methods").is_dir() and (_checkout / "conf").is_dir():
     __path__.append(str(_checkout))
 
 _HOMES = {
+    "Method": "kvbench.cache.build",
     "build_cache": "kvbench.cache.build",
     "prefill": "kvbench.cache.build",
+    "KEEP": "kvbench.cache.rule",
+    "KeepRule": "kvbench.cache.rule",
+    "Observation": "kvbench.cache.observe",
+    "Store": "kvbench.cache.store",
     "calibrate": "kvbench.cache.calibrate",
     "generate": "kvbench.cache.decode",
     "load_method": "kvbench.api",

@@ -85,7 +85,7 @@ def kernel_name(method: Method, loaded: LoadedModel, wanted: str, label: str, pr
     kernel = decode_kernel(method, loaded.model, loaded.dtype, wanted)
     if reason := getattr(kernel, "reason", ""):
         progress.say(f"note: {label} decodes on the {kernel.name} kernel: {reason}")
-    return "sdpa" if method.rule.needs_ids or method.store.brings_cache else kernel.name
+    return kernel.name if method.kind == "slots" else "sdpa"
 
 
 def device_name(device: torch.device) -> str:

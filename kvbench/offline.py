@@ -1,6 +1,6 @@
 """Models and texts that are fetched from Python packages instead of a hub: their recipes and their folders.
 
-Everything is pinned by version and sha256. `kvbench.cli.fetch` downloads.
+Everything is pinned by version and sha256. `kvbench.cli.downloads` downloads.
 """
 
 from __future__ import annotations

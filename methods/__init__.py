@@ -1,1 +1,1 @@
-"""One file a method: the algorithm as its paper states it. Hydra's `_target_` names the class."""
+"""One file per method: the algorithm as its paper states it. A yaml's `_target_` names the class."""

@@ -1,6 +1,6 @@
-"""AdaKV: budget moves between the heads of a layer."""
+"""AdaKV: moves budget between the heads of a layer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -14,12 +14,13 @@ from kvbench.errors import UserError
 
 @dataclass(frozen=True)
 class AdaKV(KeepRule):
-    """Another rule's choice with budgets by head (Feng et al., 2024, arXiv:2407.11550).
+    """Another rule's scores with a budget per head (Feng et al., 2024, arXiv:2407.11550).
 
-    With B the budget of a layer: each KV head keeps its best floor(`floor` * B) tokens; the rest of Hkv * B goes to
-    the best over all heads of the layer, by the inner rule's scores. Ties give up the older token, of one position
-    the lower head's. The shares are settled at the end of the prompt; where decode evicts, each head holds its own.
-    A prompt that fits the budget leaves all heads B. Memory follows: heads hold blocks of a pool, as many as needed.
+    With B the budget of a layer, each KV head keeps its best floor(`floor` * B) tokens. The rest of Hkv * B goes to the
+    best tokens over all heads of the layer, by the inner rule's priorities. Of equal priorities the older token is
+    evicted first, and at the same position the token of the lower head. The budgets per head are fixed at the end of
+    the prompt; where decode evicts, each head holds its own. A prompt that fits the budget leaves all heads B. Heads
+    hold blocks of a pool, as many as they need, so memory follows their budgets.
     """
 
     inner: KeepRule = field(kw_only=True)
@@ -29,6 +30,7 @@ class AdaKV(KeepRule):
     ragged_heads = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", self._with_protection(self.inner))
         super().__post_init__()
         if self.inner.budget != self.budget:
             found = "takes none" if self.inner.budget is None else f"has another, {self.inner.budget}"
@@ -44,13 +46,14 @@ class AdaKV(KeepRule):
                 "positions inside the cache; type variant=absolute"
             )
 
-    @property
-    def smallest_budget(self) -> int:
-        return self.inner.smallest_budget
+    def _with_protection(self, inner: KeepRule) -> KeepRule:
+        """The inner rule, which protects the tokens that this one is told to protect."""
+        first = inner.protect_first if self.protect_first is None else self.protect_first
+        last = inner.protect_last if self.protect_last is None else self.protect_last
+        return replace(inner, protect_first=first, protect_last=last)
 
-    @property
-    def fixed_part(self) -> str:
-        return self.inner.fixed_part
+    def fixed_parts(self) -> list[tuple[int, str]]:
+        return self.inner.fixed_parts()
 
     @property
     def holds_budget(self) -> bool:
@@ -59,8 +62,8 @@ class AdaKV(KeepRule):
     def head_tokens(self, priority: Tensor, budget: int) -> Tensor:
         batch, heads, prompt = priority.shape
         own = torch.full((batch, heads), int(Fraction(str(self.floor)) * budget), device=priority.device)
-        worth = priority.masked_fill(keep_best_of_heads(priority, own), KEEP)
-        order = worth.transpose(1, 2).flatten(1).sort(dim=-1, stable=True).indices  # by position, then by head
+        with_floor = priority.masked_fill(keep_best_of_heads(priority, own), KEEP)
+        order = with_floor.transpose(1, 2).flatten(1).sort(dim=-1, stable=True).indices  # by position, then by head
         best = order[:, heads * (prompt - budget) :] % heads
         return torch.zeros_like(own).scatter_add_(1, best, torch.ones_like(best))
 
@@ -73,11 +76,11 @@ class AdaKV(KeepRule):
     def initial_scores(self, record: LayerRecord) -> Tensor | None:
         return self.inner.initial_scores(record)
 
-    def fresh_scores(self, key: Tensor) -> Tensor | float:
-        return self.inner.fresh_scores(key)
+    def fresh_scores(self, key: Tensor, value: Tensor) -> Tensor | float:
+        return self.inner.fresh_scores(key, value)
 
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         return self.inner.updated_scores(scores, probabilities)
 
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+    def evictable_priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         return self.inner.priority(scores, position, newest, budget, layer)

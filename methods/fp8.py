@@ -1,4 +1,4 @@
-"""8-bit floats: e4m3 with one scale a head."""
+"""8-bit floats: e4m3 with one scale per head."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store, scatter_rows
+from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store, scatter_rows
 from kvbench.kernels.parts import Dense, Part
 
 E4M3 = torch.float8_e4m3fn
@@ -16,17 +15,17 @@ LARGEST = torch.finfo(E4M3).max  # 448
 
 @dataclass(frozen=True)
 class Fp8(Store):
-    """Keys and values as e4m3 (Micikevicius et al., 2022, arXiv:2209.05433), scaled a head at a time.
+    """Keys and values as e4m3 (Micikevicius et al., 2022, arXiv:2209.05433), with one scale per head.
 
-    The scale of a head is fixed by its prompt: the power of two that brings the largest number to 448 or less, but not
-    below half of that. What comes later and is larger is clamped, never infinite. A power of two costs a float
-    format no precision, and the query and the output can carry it exactly: kernels read plain floats. In blocks of a
-    pool (`paged`, `adakv`) it is that of the pool's first tokens, of all rows, and with adakv of all heads.
-    Bits a value: 8. Single slots can be overwritten.
+    The scale of a head is fixed by its prompt: the smallest power of two that brings its largest number to 448 or less.
+    Larger numbers that come later are clamped, so they never become infinite. Scaling by a power of two loses no
+    precision, and the scale is applied to the query and to the output, so kernels read plain floats. In blocks of a
+    pool (`paged`, `adakv`) the scale is that of the pool's first tokens, over all rows, and with adakv over all heads.
+    Bits per value: 8. Single slots can be overwritten.
     """
 
     @property
-    def fits_prompt(self) -> bool:
+    def static_scales(self) -> bool:
         return True
 
     def allocate(self, shape: SlotShape) -> "Fp8Slots":
@@ -60,14 +59,14 @@ class Fp8Slots(Slots):
         self.length = stop
 
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        # As bytes: scattering is not there for 8-bit floats.
+        # As bytes: torch cannot scatter 8-bit floats.
         scatter_rows(self.keys.view(torch.uint8), slot, narrow(key, self.key_scale).view(torch.uint8))
         scatter_rows(self.values.view(torch.uint8), slot, narrow(value, self.value_scale).view(torch.uint8))
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         return scaled(query, self.key_scale)
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         return scaled(output, self.value_scale)
 
     @property
@@ -98,11 +97,11 @@ def scale_of(rows: Tensor) -> Tensor:
 
 
 def narrow(rows: Tensor, scale: Tensor) -> Tensor:
-    """rows / scale as e4m3, clamped: beyond its range the conversion would give NaN."""
+    """rows / scale as e4m3, clamped: numbers beyond its range would become NaN."""
     return (rows.to(torch.float32) / scale).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def scaled(rows: Tensor, scale: Tensor) -> Tensor:
-    """rows [B, Hq, q, D] times the scale of the KV head that each query head belongs to."""
+    """rows [B, Hq, q, D] times the scale of each query head's KV head."""
     by_head: Tensor = rows.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
     return by_head.to(rows.dtype).flatten(1, 2)

@@ -8,6 +8,6 @@ from kvbench.cache.rule import KeepRule
 
 @dataclass(frozen=True)
 class Full(KeepRule):
-    """Keeps every token; size 2 * layers * batch * tokens * KV heads * head size * bytes a number."""
+    """Keeps every token: 2 * layers * batch * tokens * KV heads * head size * bytes a number."""
 
     needs_budget: ClassVar[bool] = False

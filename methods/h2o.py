@@ -2,45 +2,31 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvbench.cache.observe import ColumnSums, Observation
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule, is_whole
-from kvbench.errors import UserError
+from kvbench.cache.rule import KeepRule
+from kvbench.cache.rule_settings import choice, whole
 from kvbench.kernels.prefill import Combine, combine_heads
 
 
 @dataclass(frozen=True)
 class H2O(KeepRule):
-    """Heavy hitters plus recent tokens (Zhang et al., 2023, arXiv:2306.14048).
+    """Keeps heavy hitters and recent tokens (Zhang et al., 2023, arXiv:2306.14048).
 
-    Keeps, per KV head, the `heavy` tokens with the largest attention mass received so far and the `recent` newest
-    ones; `heavy` is the rest of the budget, which splits evenly unless `recent` is given. Scores are float32, from
-    the token's birth, over all prefill queries and then each decode step, the query heads of a KV head summed
-    (`combine`: or their mean, or their maximum). Survivors keep their scores; ties give up the older token.
+    Each KV head keeps the `recent` newest tokens, and the tokens with the largest attention mass received so far
+    (heavy hitters) with the rest of the budget. `recent` is half the budget unless given. The mass is summed in
+    float32 over all prefill queries and then over each decode step; a kept token keeps its sum. The query heads of a
+    KV head are summed (`combine`: or their mean, or their maximum).
     """
 
-    recent: int | None = None
-    combine: Combine = "sum"
+    recent: int | None = whole(None, least=1, knob="window", protects="last")
+    combine: Combine = choice("sum", "mean", "max", knob="variant")
 
     reads_attention = True
-
-    def __post_init__(self) -> None:
-        if self.combine not in ("sum", "mean", "max"):
-            raise UserError(f"variant={self.combine} is not a way to combine heads for H2O; type sum, mean or max")
-        if self.recent is not None and (not is_whole(self.recent) or self.recent < 1):
-            raise UserError(f"window={self.recent} recent tokens for H2O; type window=1 or more")
-        super().__post_init__()
-
-    @property
-    def smallest_budget(self) -> int:
-        return 2 if self.recent is None else self.recent + 1
-
-    @property
-    def fixed_part(self) -> str:
-        return f"{self.recent or 1} recent and one heavy hitter"
+    recent_half = True
+    pick = "one heavy hitter"
 
     def observations(self) -> tuple[Observation, ...]:
         return (ColumnSums(self.combine),)
@@ -50,7 +36,3 @@ class H2O(KeepRule):
 
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         return scores + combine_heads(probabilities, self.combine).sum(-2)
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        recent = budget // 2 if self.recent is None else self.recent
-        return torch.where(position > newest - recent, KEEP, scores)

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that point away from the others stay."""
+"""KeyDiff: keys whose direction differs from the mean direction stay."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, Decode, KeepRule
+from kvbench.cache.rule import Decode, KeepRule
 
 
 @dataclass(frozen=True)
 class KeyDiff(KeepRule):
-    """Score -cos(k, mean of k / ||k||), once at the end of the prompt (Park et al., 2025, arXiv:2504.15364).
+    """Scores -cos(k, mean of k / ||k||), once at the end of the prompt (Park et al., 2025, arXiv:2504.15364).
 
-    The anchor is the mean direction of the prompt's keys, so decode appends: the cache grows past the budget.
+    The mean runs over the prompt's keys, so decode appends: the cache grows past the budget. The newest token stays.
     """
 
     decode: Decode = "append"
@@ -25,6 +25,3 @@ class KeyDiff(KeepRule):
     def initial_scores(self, record: LayerRecord) -> Tensor:
         key = record.key.to(torch.float32)
         return -cosine_similarity(key, normalize(key, dim=-1).mean(2, keepdim=True), dim=-1)
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        return torch.where(position == newest, KEEP, scores)

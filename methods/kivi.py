@@ -21,14 +21,13 @@ AXES: dict[str, type[Side]] = {"channel": PerChannel, "token": PerToken}
 class Kivi(Store):
     """KIVI (Liu et al., 2024, arXiv:2402.02750).
 
-    Keys, after rotary embedding: groups of `group_size` consecutive tokens, one scale per channel; quantised
-    `residual_length` tokens at a time, once that many are in the residual. Values: groups of `group_size` channels
-    within a token; all but the newest `residual_length` are quantised. What is quantised is never quantised again.
-    Bits a value: bits + 32 / group_size.
+    Keys, after rotary embedding: groups of `group_size` consecutive tokens, one scale per channel. The residual holds
+    the newest keys in full precision; once it has `residual_length` tokens, all of them are quantised. Values: groups
+    of `group_size` channels within a token; all but the newest `residual_length` tokens are quantised. A quantised
+    token is never quantised again. Bits per value: bits + 32 / group_size.
 
-    `k_axis`, `v_axis`: what a scale stands for, as the paper puts it, "channel" (per channel) or "token" (per token).
-    The paper's own choice is channel for keys and token for values; the others are there to be seen failing (its
-    table 2).
+    `k_axis`, `v_axis`: one scale per "channel" or per "token". The paper uses channel for keys and token for values,
+    and shows in its table 2 how the other choices fail.
     """
 
     k_bits: int = 4
@@ -49,7 +48,9 @@ class Kivi(Store):
             )
         for knob, axis in (("k_axis", self.k_axis), ("v_axis", self.v_axis)):
             if axis not in AXES:
-                raise UserError(f"{knob}={axis} for KIVI; type {knob}=channel or {knob}=token: what a scale stands for")
+                raise UserError(
+                    f"{knob}={axis} for KIVI; type {knob}=channel or {knob}=token (one scale per channel or per token)"
+                )
 
     def check(self, key_dim: int, value_dim: int) -> None:
         for axis, width in ((self.k_axis, key_dim), (self.v_axis, value_dim)):

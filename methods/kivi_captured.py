@@ -1,90 +1,88 @@
 """KIVI's store for a decode step that is captured in a CUDA graph: every place is an index on the device."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots, Counts, Start
-from kvbench.cache.residual import Side
-
-if TYPE_CHECKING:
-    from kvbench.cache.store import Slots
+from kvbench.cache.counters import Counters, DeviceCounters
+from kvbench.cache.residual import Schedule, Side
+from kvbench.cache.slots import CapturedSlots, Slots
 
 
-class KiviCounts(Counts):
-    """Counters of KIVI's layers, for keys and for values.
+class KiviCounters(DeviceCounters):
+    """Counters on the device for layers that hold keys and values as KIVI does.
 
-    packed: int32 [1] each, views of the lengths. rows: int64 [1] each, where in the residual this step's token goes.
-    rings: sizes of the residuals that are rings; None for those that are quantised in blocks.
+    schedules: of the keys' residual and of the values'. quantised: int32 [1] each, how many are quantised; views of
+    `lengths`. rows: int64 [1] each, where in the residual the token of this step goes.
     """
 
-    def __init__(self, start: Start, seen: Tensor, residual_length: int, rings: Sequence[int | None]) -> None:
-        super().__init__(start, seen)
-        self.residual_length, self.rings = residual_length, rings
-        self.packed = self.lengths[:1], self.lengths[1:2]
+    def __init__(
+        self, counters: Counters, seen: Tensor, packed: tuple[int, int], schedules: Sequence[Schedule]
+    ) -> None:
+        super().__init__(counters, seen, packed)
+        self.schedules, self.quantised = schedules, (self.lengths[:1], self.lengths[1:2])
 
-    def begin(self) -> None:
-        super().begin()
+    def accept(self) -> None:
+        super().accept()
         self.rows = [
-            self.newest - packed if ring is None else self.newest % ring
-            for packed, ring in zip(self.packed, self.rings, strict=True)
+            schedule.row(self.newest, quantised)
+            for schedule, quantised in zip(self.schedules, self.quantised, strict=True)
         ]
 
-    def end(self) -> None:
-        super().end()
-        for packed, ring in zip(self.packed, self.rings, strict=True):
-            if ring is not None:
-                packed.add_(self.filled - packed > self.residual_length)
+    def evict(self) -> None:
+        """Count the evicted token, and the tokens that have left a ring."""
+        super().evict()
+        for schedule, quantised in zip(self.schedules, self.quantised, strict=True):
+            if schedule.ring is not None:
+                quantised.add_(schedule.is_due(self.written, quantised))
 
     def flush(self) -> None:
-        for packed, ring in zip(self.packed, self.rings, strict=True):
-            if ring is None:
-                packed.add_(self.residual_length)
+        for schedule, quantised in zip(self.schedules, self.quantised, strict=True):
+            if schedule.ring is None:
+                quantised.add_(schedule.unit)
 
 
 class CapturedKivi(CapturedSlots):
     """The keys [quantised | residual] and the values [quantised | residual] of one layer, whole buffers."""
 
-    def __init__(self, slots: "Slots", keys: Side, values: Side) -> None:
+    def __init__(self, slots: Slots, keys: Side, values: Side) -> None:
         super().__init__(slots, keys.whole(), values.whole())
-        self.sides, self.residual_length = (keys, values), keys.residual_length
+        self.sides = keys, values
 
     @property
-    def lengths(self) -> tuple[int, int, int]:
+    def packed(self) -> tuple[int, int]:
         keys, values = (side.groups.length for side in self.sides)
-        return keys, values, self.slots.length
+        return keys, values
 
-    def counts(self, start: Start, seen: Tensor) -> Counts:
-        return KiviCounts(start, seen, self.residual_length, [side.ring for side in self.sides])
+    def device_counters(self, counters: Counters, seen: Tensor) -> DeviceCounters:
+        return KiviCounters(counters, seen, self.packed, [side.schedule for side in self.sides])
 
-    def write(self, counts: Counts, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        assert isinstance(counts, KiviCounts)
-        for side, row, new in zip(self.sides, counts.rows, (key, value), strict=True):
+    def write(self, device: DeviceCounters, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        assert isinstance(device, KiviCounters)
+        for side, row, new in zip(self.sides, device.rows, (key, value), strict=True):
             side.residual.index_copy_(2, row, new)
 
-    def settle(self, counts: Counts) -> None:
-        """Quantise what leaves a ring."""
-        assert isinstance(counts, KiviCounts)
-        for side, packed in zip(self.sides, counts.packed, strict=True):
-            side.quantise_oldest(packed)
+    def settle(self, device: DeviceCounters) -> None:
+        """Quantise the token that leaves a ring."""
+        assert isinstance(device, KiviCounters)
+        for side, quantised in zip(self.sides, device.quantised, strict=True):
+            side.quantise_oldest(quantised)
 
     @property
     def flush_is_due(self) -> bool:
         return any(side.block_is_due for side in self.sides)
 
-    def flush(self, counts: Counts) -> None:
+    def flush(self, device: DeviceCounters) -> None:
         """Quantise the residuals that hold a block of `residual_length` tokens."""
-        assert isinstance(counts, KiviCounts)
-        for side, packed in zip(self.sides, counts.packed, strict=True):
-            side.quantise_block(packed)
+        assert isinstance(device, KiviCounters)
+        for side, quantised in zip(self.sides, device.quantised, strict=True):
+            side.quantise_block(quantised)
 
     def count(self) -> None:
-        self.slots.length += 1
+        super().count()
         for side in self.sides:
             side.count()
 
     def count_flush(self) -> None:
         for side in self.sides:
-            if side.block_is_due:
-                side.groups.length += self.residual_length
+            side.count_flush()

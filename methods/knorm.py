@@ -1,4 +1,4 @@
-"""Key norm: keys of small norm draw attention, so they stay."""
+"""Key norm: keys of small norm receive much attention, so they stay."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,19 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule
+from kvbench.cache.rule import KeepRule
 
 
 @dataclass(frozen=True)
 class KNorm(KeepRule):
     """Keeps the keys with the lowest L2 norm (Devoto et al., 2024, arXiv:2406.11430): score -||k||.
 
-    No attention is looked at. The newest token stays.
+    No attention is computed. The newest token stays.
     """
 
     def initial_scores(self, record: LayerRecord) -> Tensor:
-        return self.fresh_scores(record.key)
+        return self.fresh_scores(record.key, record.value)
 
-    def fresh_scores(self, key: Tensor) -> Tensor:
+    def fresh_scores(self, key: Tensor, value: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(key.to(torch.float32), dim=-1)
         return -norm
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        return torch.where(position == newest, KEEP, scores)

@@ -1,4 +1,4 @@
-"""LagKV: each block of tokens judged by the block that follows it."""
+"""LagKV: scores each block of tokens relative to the next block."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,45 +7,34 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, Decode, KeepRule, is_whole
-from kvbench.errors import UserError
+from kvbench.cache.rule import KEEP, Decode, KeepRule
+from kvbench.cache.rule_settings import whole
 
 
 @dataclass(frozen=True)
 class LagKV(KeepRule):
     """Lag-relative scores, attention-free (Liang et al., 2025, arXiv:2504.04704).
 
-    Behind `n_sink` sinks the prompt is cut into blocks of `block` tokens. A block's keys are normalised per channel
-    by the minimum and maximum of the next block's, the standard deviation over channels goes through a softmax over
-    the block, likewise for values, and the mean of both ranks the block's tokens. Equal ranks in all blocks stay; the
-    last block and what follows it stay whole. Decode appends.
+    After `n_sink` sinks the prompt is cut into blocks of `block` tokens. A block's keys are normalised per channel by
+    the minimum and maximum of the next block's keys. The standard deviation over channels goes through a softmax over
+    the block. The same is done for values, and the mean of both ranks the block's tokens. The score is the rank within
+    the block. The sinks, the last block and the tokens after it always stay. Decode appends.
     """
 
-    n_sink: int = 4
-    block: int = 128
+    n_sink: int = whole(4, least=0, knob="sinks")
+    block: int = whole(128, least=2)
     decode: Decode = "append"
 
     decodes: ClassVar[tuple[Decode, ...]] = ("append",)
 
-    def __post_init__(self) -> None:
-        if not is_whole(self.n_sink) or self.n_sink < 0:
-            raise UserError(f"sinks={self.n_sink} for LagKV; type sinks=0 or more (the paper's is sinks=4)")
-        if not is_whole(self.block) or self.block < 2:
-            raise UserError(f"block={self.block} for LagKV; type 2 or more (the paper's is 128)")
-        super().__post_init__()
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.n_sink + 2 * self.block
-
-    @property
-    def fixed_part(self) -> str:
-        return f"{self.n_sink} sinks, the last block of {self.block} and the tokens behind it"
+    def fixed_parts(self) -> list[tuple[int, str]]:
+        sinks, last = max(self.n_sink, self.first_tokens), max(2 * self.block, self.last_tokens(0))
+        return [(sinks, f"{sinks} sinks"), (last, f"the last block of {self.block} and the tokens after it")]
 
     def initial_scores(self, record: LayerRecord) -> Tensor:
         length = record.key.shape[2]
         scores = torch.full(record.key.shape[:3], KEEP, device=record.key.device)
-        blocks = max(0, (length - self.n_sink) // self.block - 1)  # the last one has nobody to judge it
+        blocks = max(0, (length - self.n_sink) // self.block - 1)  # no block follows the last one
         if blocks:
             stop = self.n_sink + (blocks + 1) * self.block
             parts = (self._relative(states[:, :, self.n_sink : stop]) for states in (record.key, record.value))
@@ -59,8 +48,5 @@ class LagKV(KeepRule):
         blocks = states.to(torch.float32).unflatten(2, (-1, self.block))
         lag, now = blocks[:, :, 1:], blocks[:, :, :-1]
         low, span = lag.amin(-2, keepdim=True), lag.amax(-2, keepdim=True) - lag.amin(-2, keepdim=True)
-        relative = torch.where(span > 0, (now - low) / span, 0.0)  # a channel that does not move says nothing
+        relative = torch.where(span > 0, (now - low) / span, 0.0)  # a constant channel counts as 0
         return relative.std(-1).softmax(-1)
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        return scores

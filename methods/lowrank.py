@@ -1,4 +1,4 @@
-"""Low rank: keys and values as coordinates along the directions that calibration text says matter."""
+"""Low rank: keys and values as coordinates along the leading eigenvectors of calibration text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,19 +14,22 @@ from kvbench.errors import UserError
 from kvbench.methods.per_token import PerToken
 
 STEP = 8
-"""Ranks are multiples of it: what the kernels read, and the smallest group of codes."""
+"""Ranks are multiples of this: kernels read 8 channels at a time, and it is the smallest group of codes."""
 
 
 @dataclass(frozen=True)
 class LowRank(Store):
-    """Coordinates along the leading eigenvectors of the second moment, each KV head by itself: the whitened singular
-    value decomposition of the projection weights (Yuan et al., 2023, arXiv:2312.05821; of the cache: Chang et al.,
-    2024, arXiv:2407.21118). What MLA is trained with, made afterwards.
+    """Coordinates along the leading eigenvectors of each KV head's second moment.
 
-    Keys are taken before their rotary embedding; a step rebuilds them and rotates them for their positions. Values
-    stay coordinates until the output. `rank`: share of the head size. `energy` instead: the least that keeps this
-    share of a layer's second moment in every head, keys and values by themselves. Both are rounded up to a multiple
-    of 8. With `k_bits` and `v_bits` the coordinates are held in codes, as int8 and int4 hold channels.
+    This equals the whitened singular value decomposition of the projection weights (Yuan et al., 2023,
+    arXiv:2312.05821; of the cache: Chang et al., 2024, arXiv:2407.21118). It gives a trained model latents like those
+    that MLA is trained with.
+
+    Keys are taken before their rotary embedding; each step rebuilds them and rotates them for their positions. Values
+    stay coordinates until the output. `rank`: share of the head size that is kept. `energy`: instead of `rank`, the
+    smallest rank that keeps this share of a layer's second moment in every head, for keys and for values. Ranks are
+    rounded up to a multiple of 8. With `k_bits` and `v_bits` the coordinates are quantised as in the int8 and int4
+    stores.
     """
 
     rank: float | None = None
@@ -48,7 +51,7 @@ class LowRank(Store):
             if not known:
                 raise UserError(f"{name}={share} for lowrank; type a share above 0 and up to 1, for example {name}=0.5")
         if (self.k_bits is None) != (self.v_bits is None):
-            raise UserError("lowrank holds both keys and values in codes, or neither; type bits=8 or bits=4")
+            raise UserError("lowrank quantises both keys and values, or neither; type bits=8 or bits=4")
         if self.k_bits is None and self.group_size is not None:
             raise UserError(f"group={self.group_size} without bits for lowrank; type bits=8 or bits=4 as well")
         self._codes(64, 64)
@@ -63,7 +66,7 @@ class LowRank(Store):
 
     def for_layer(self, index: int) -> Coordinates:
         if not self.bases:
-            raise UserError("lowrank has seen no calibration text; type method = calibrate(method, loaded)")
+            raise UserError("lowrank is not calibrated; type method = calibrate(method, loaded)")
         basis = self.bases[index]
         if basis is None:
             raise UserError(f"lowrank has no basis for layer {index}, which a window bounded during calibration")
@@ -86,7 +89,7 @@ class LowRank(Store):
         return codes + numbers * max(4, shape.dtype.itemsize)
 
     def _codes(self, key_rank: int, value_rank: int) -> Store:
-        """What the coordinates are held in."""
+        """The store that holds the coordinates."""
         if self.k_bits is None or self.v_bits is None:
             return DenseStore()
         fitting = next((size for size in (32, 16) if key_rank % size == value_rank % size == 0), STEP)
@@ -94,7 +97,7 @@ class LowRank(Store):
         return codes
 
     def _ranks(self, key_dim: int, value_dim: int, basis: Basis | None = None) -> tuple[int, int]:
-        """Coordinates of a key and of a value."""
+        """Numbers of coordinates of a key and of a value."""
         if self.energy is None:
             share = 0.5 if self.rank is None else self.rank
             return rounded_up(share * key_dim, key_dim), rounded_up(share * value_dim, value_dim)

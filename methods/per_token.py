@@ -1,14 +1,13 @@
-"""Per-token quantisation whose slots can be overwritten one by one: the store for rules that evict."""
+"""Per-token quantisation whose slots can be overwritten one by one, for rules that evict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import Groups, check_groups, planned_groups
 from kvbench.cache.hadamard import hadamard
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
 
@@ -17,15 +16,16 @@ WIDTHS = (8, 4, 3, 2)
 
 @dataclass(frozen=True)
 class PerToken(Store):
-    """Keys and values in groups of `group_size` channels within a token, with KIVI's float16 pair; no residual.
+    """Keys and values in groups of `group_size` channels within a token, with a float16 scale and minimum as in KIVI.
 
-    A token is held in codes from its own step on, and attends to itself so.
+    There is no residual: a token is quantised in its own step, and attends to its quantised self.
 
-    With `rotate` both are held after one orthogonal Hadamard matrix, which spreads outlier channels (QuaRot:
-    Ashkboos et al., 2024, arXiv:2404.00456); the query is turned along and the output back, so q . k is unchanged.
+    With `rotate` keys and values are held after one orthogonal Hadamard matrix, which spreads outlier channels (QuaRot:
+    Ashkboos et al., 2024, arXiv:2404.00456). The query is rotated too and the output is rotated back, so q . k is
+    unchanged.
 
-    Keys lose more than with KIVI's per-channel groups, for their outliers sit in channels (Liu et al., 2024,
-    arXiv:2402.02750, section 3.2); in return a slot can be replaced, so that `method=h2o store=int4` is real.
+    Keys lose more precision than in KIVI's per-channel groups, because their outliers are in channels (Liu et al.,
+    2024, arXiv:2402.02750, section 3.2). In return single slots can be overwritten, so rules can evict.
     """
 
     k_bits: int = 4
@@ -69,10 +69,10 @@ class PerTokenSlots(Slots):
         self.keys.overwrite(slot, self.turn(key))
         self.values.overwrite(slot, self.turn(value))
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         return self.turn(query)
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         return self.turn(output)  # the matrix is symmetric, its own inverse
 
     @property

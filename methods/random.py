@@ -1,41 +1,31 @@
-"""Random eviction: the floor that a keep rule has to beat."""
+"""Random eviction: the floor that every other rule must beat."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.rule import KEEP, KeepRule, is_whole
-from kvbench.errors import UserError
+from kvbench.cache.rule import KeepRule
+from kvbench.cache.rule_settings import whole
 
 
 @dataclass(frozen=True)
 class Random(KeepRule):
-    """Half the budget for the newest tokens, as H2O; of the rest a uniform sample stays.
+    """Keeps the newest tokens with half the budget, as H2O does, and a uniform sample of the others.
 
-    A token's worth is a hash of (seed, layer, head, position), so it does not depend on when it is asked for. Without
-    the recent half it would be no floor: language models need their newest tokens more than any rule's picks.
+    A token's priority is a hash of (seed, layer, head, position), so it never changes. The newest tokens are protected
+    because language models need them more than any other: without them random eviction is far worse than any rule.
     """
 
-    seed: int = 0
+    seed: int = whole(0, least=0)
 
-    def __post_init__(self) -> None:
-        if not is_whole(self.seed) or self.seed < 0:
-            raise UserError(f"seed={self.seed} for Random; type seed=0 or another whole number")
-        super().__post_init__()
+    recent_half = True
+    pick = "one random token"
 
-    @property
-    def smallest_budget(self) -> int:
-        return 2
-
-    @property
-    def fixed_part(self) -> str:
-        return "one recent token and one drawn"
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+    def evictable_priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         head = torch.arange(position.shape[1], device=position.device).view(1, -1, 1)
         drawn = hashed(hashed(hashed(hashed(position.long()) ^ head) ^ layer) ^ self.seed)
-        return torch.where(position > newest - budget // 2, KEEP, drawn.to(torch.float64))
+        return drawn.to(torch.float64)
 
 
 def hashed(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""No cache at all: the reason the cache exists."""
+"""No cache: every step runs the whole prefix."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from kvbench.cache.rule import KeepRule
 class Recompute(KeepRule):
     """Keeps nothing and runs the whole prefix through the model every step.
 
-    A prompt of 4 and two more tokens process 4, 5 and 6 positions, against 4, 1 and 1 with a cache.
+    A prompt of 4 tokens and two steps process 4, 5 and 6 positions; with a cache 4, 1 and 1.
     """
 
     needs_budget: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the prompt look at."""
+"""SnapKV: keeps the tokens that the prompt's last queries attend to."""
 
 from dataclasses import dataclass
 
@@ -8,39 +8,26 @@ from torch.nn.functional import max_pool1d
 
 from kvbench.cache.observe import LastQueries, Observation
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, Decode, KeepRule, is_whole
-from kvbench.errors import UserError
+from kvbench.cache.rule import Decode, KeepRule
+from kvbench.cache.rule_settings import whole
 
 
 @dataclass(frozen=True)
 class SnapKV(KeepRule):
-    """An observation window picks the prompt's tokens (Li et al., 2024, arXiv:2404.14469).
+    """The last queries of the prompt pick the tokens that stay (Li et al., 2024, arXiv:2404.14469).
 
-    The probabilities of the last `window` queries over all keys, summed over the window and averaged over the query
-    heads of a KV head, max-pooled over `pool` neighbouring tokens; the best (budget - window) stay, and the window.
-    Decode appends as in the paper, or holds the budget (decode "evict") by attention accumulated from there on.
+    The score is the probability of a token for the last `window` queries (the observation window), summed over these
+    queries, averaged over the query heads of a KV head, and max-pooled over `pool` neighbouring tokens. The window and
+    the best (budget - window) tokens stay. Decode appends as in the paper; with decode="evict" it holds the budget by
+    the attention accumulated since the end of the prompt.
     """
 
-    window: int = 32
-    pool: int = 7
+    window: int = whole(32, least=1, protects="last")
+    pool: int = whole(7, least=1, odd=True)
     decode: Decode = "append"
 
     reads_attention = True
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.window) or self.window < 1:
-            raise UserError(f"window={self.window} observing queries for {self.name}; type window=32, for example")
-        if not is_whole(self.pool) or self.pool < 1 or self.pool % 2 == 0:
-            raise UserError(f"pool={self.pool} for {self.name}; type an odd number of tokens (the paper's is 7)")
-        super().__post_init__()
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.window + 1
-
-    @property
-    def fixed_part(self) -> str:
-        return f"the observation window of {self.window} and one pick"
+    pick = "one picked token"
 
     def observations(self) -> tuple[Observation, ...]:
         return (LastQueries(self.window),)
@@ -55,6 +42,3 @@ class SnapKV(KeepRule):
 
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         return scores + probabilities.mean(2).sum(-2)
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        return torch.where(position > newest - self.window, KEEP, scores)

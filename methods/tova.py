@@ -1,4 +1,4 @@
-"""TOVA: drop what the newest query attends to least."""
+"""TOVA: evicts the token that the newest query attends to least."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from kvbench.cache.observe import LastQueries, Observation
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import KEEP, KeepRule
+from kvbench.cache.rule import KeepRule
 
 
 @dataclass(frozen=True)
 class Tova(KeepRule):
     """Token omission via attention (Oren et al., 2024, arXiv:2401.06104).
 
-    Each step the kept token with the lowest probability for the newest query goes, averaged over all heads of the
-    layer, so that a layer's heads keep the same tokens. The prompt is cut by its last query.
+    Each step evicts the kept token with the lowest probability for the newest query. The probability is averaged over
+    all heads of the layer, so all heads of a layer keep the same tokens. The prompt is cut by its last query.
     """
 
     reads_attention = True
@@ -29,6 +29,3 @@ class Tova(KeepRule):
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         newest = probabilities[..., -1, :].mean((1, 2), keepdim=True).squeeze(2)  # [B, 1, S]
         return newest.to(torch.float32).expand(scores.shape)
-
-    def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        return torch.where(position == newest, KEEP, scores)

@@ -1,4 +1,4 @@
-"""TurboQuant's kind of store: a random rotation, one norm a vector, and a codebook made for normal numbers."""
+"""TurboQuant: a random rotation, one norm per vector, and a codebook for normally distributed numbers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.codebook import CodedRows, packed_together
-from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.groups import check_groups
 from kvbench.cache.hadamard import hadamard
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
 from kvbench.kernels.parts import Part
 
 WIDTHS = (4, 3)
@@ -22,9 +21,9 @@ class Turbo(Store):
     """TurboQuant (Zandieh et al., 2025, arXiv:2504.19874), the variant that minimises the mean squared error.
 
     A key or value x of D channels is rotated at random (random signs, then a Hadamard matrix). Each coordinate of
-    sqrt(D) x / |x| is then close to a standard normal number, whatever x was, and is held as the number of the nearest
-    level of the Lloyd-Max codebook for a standard normal; |x| / sqrt(D) is held in 16 bits. No group has a scale or
-    a minimum of its own. Bits a value: bits + 16 / D. Single slots can be overwritten.
+    sqrt(D) x / |x| is then close to a standard normal number for any x. It is held as the index of the nearest level of
+    the Lloyd-Max codebook for standard normal numbers, and |x| / sqrt(D) is held in 16 bits. Groups have no scale or
+    minimum. Bits per value: bits + 16 / D. Single slots can be overwritten.
     """
 
     k_bits: int = 4
@@ -61,10 +60,10 @@ class TurboSlots(Slots):
         self.keys.overwrite(slot, turn(key))
         self.values.overwrite(slot, turn(value))
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         return turn(query)
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         return turn_back(output)
 
     @property

@@ -31,7 +31,7 @@ TURN = 8
 
 @dataclass
 class Contender:
-    """Something that decodes: `feed` runs one token [B, 1]."""
+    """A cache in the comparison: `feed` decodes one token [B, 1]."""
 
     name: str
     feed: Callable[[Tensor], object]
@@ -177,7 +177,7 @@ EIGHT = ("full", "kivi4", "kivi2", "h2o", "streaming_llm", "snapkv", "tova", "ra
 
 
 def compared(bench: Bench, verdict: Callable[..., None], context: int, steps: int) -> None:
-    """What a comparison costs: one prefill with everything observed, eight caches built, and their decodes."""
+    """Time of a comparison: one prefill with all observations, eight caches built, and their decodes."""
     budgets = {"budget": context // 4}
     methods = [load_method(entry, **({} if entry in ("full", "kivi4", "kivi2") else budgets)) for entry in EIGHT]
     prompt, following = bench.prompt(context), bench.tokens[:steps].view(-1, 1, 1)

@@ -68,7 +68,7 @@ class Contender:
 
 @dataclass
 class Outcome:
-    """What the verdicts need of one shape and context, by number of threads."""
+    """Results of one shape and context for the verdicts, by number of threads."""
 
     over_torch: dict[int, float] = field(default_factory=dict)
     over_16_bit: dict[int, float] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def last_level_bytes() -> int:
-    """Size of the last-level cache; 32 MB where the system does not tell."""
+    """Bytes of the last-level cache; 32 MB where the system does not report it."""
     files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [file.read_text().strip() for file in files]
     return max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=32 * 2**20)
@@ -117,7 +117,7 @@ def torchs(name: str, dtype: torch.dtype, query: Tensor, key: Tensor, value: Ten
 
 
 def reader() -> Contender:
-    """The memory's read speed, by adding up more of it than the caches hold."""
+    """Read bandwidth of the memory, from adding up more numbers than the caches hold."""
     function = load().kvbench_read
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_float
     memory = torch.ones(last_level_bytes())
@@ -175,7 +175,7 @@ def measure(shape: str, context: int, rounds: int, console: Console) -> Outcome:
 
 @torch.inference_mode()
 def call_overhead(console: Console) -> None:
-    """What a call costs beside its work: 130 slots, all in the L1 cache."""
+    """Overhead of a call: its time on 130 slots, all in the L1 cache."""
     torch.set_num_threads(1)
     heads, kv_heads, dim = SHAPES["small"]
     query, rows = torch.randn(1, heads, 1, dim), torch.randn(1, kv_heads, 130, dim)

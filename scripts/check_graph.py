@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import KVCache, Layer
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.decode import step
 from kvbench.cache.graph import WARM_UP, CudaGraph, GraphDecoder
@@ -63,7 +63,7 @@ FEW = (
     "adakv",
     "MLA absorbed, h2o+int8",
 )
-"""What --tiny goes through: every kind of counter once."""
+"""Methods of --tiny: every kind of counter once."""
 
 Case = tuple[str, PreTrainedModel, Method]
 
@@ -150,16 +150,16 @@ def random_ids(batch: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def held(layer: Layer) -> Iterator[Tensor]:
-    """Rows or codes of a layer, where they lie in slots of its own."""
+    """Rows or codes of a layer that has slots of its own."""
     slots = getattr(layer, "slots", None)
-    slots = getattr(slots, "codes", slots)  # what keys are made of
+    slots = getattr(slots, "codes", slots)  # rebuilt keys are made from these
     for part in [] if slots is None else [*slots.key_parts(), *slots.value_parts()]:
         if isinstance(part, Dense | Packed):
             yield from [part.rows] if isinstance(part, Dense) else [part.codes, part.scale, part.minimum]
 
 
 def differences(eager: KVCache, captured: KVCache) -> Iterator[str]:
-    """What the two caches do not have in common."""
+    """Differences between the two caches."""
     for a, b in zip(eager.attention_layers, captured.attention_layers, strict=True):
         if [a.kept, a.seen, a.evicted] != [b.kept, b.seen, b.evicted]:
             yield f"layer {a.index}: counters"
@@ -173,7 +173,7 @@ def differences(eager: KVCache, captured: KVCache) -> Iterator[str]:
 
 
 def check(model: PreTrainedModel, method: Method, ids: Tensor, record: Callable[..., Callable[[], object]]) -> str:
-    """What is wrong, in words; empty where nothing is."""
+    """The faults, in words; empty where there are none."""
     prompt, steps = prefill(model, ids[:, :PROMPT], [method.rule]), WARM_UP + 1 + 3 * R + 1
     eager, captured = (build_cache(model, method, prompt, max_new_tokens=steps) for _ in range(2))
     decoder, worst = GraphDecoder(model, captured, DecodeStep(model, captured), record), 0.0

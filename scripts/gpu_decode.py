@@ -68,12 +68,12 @@ TINY = {
 }
 
 MEMORY_BOUND = 1.25
-"""TPOT at batch 8 and 64k over the time of reading weights and cache: what is to be reached."""
+"""Target: TPOT at batch 8 and 64k, divided by the time to read weights and cache once."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """batch, context and entry: what decodes. compiled: the model's feed-forward and norms under torch.compile."""
+    """One cell: batch, context and the cache that decodes. compiled: feed-forward and norms under torch.compile."""
 
     batch: int
     context: int
@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells in order of what matters most, should the time run out; sizes of budgets; steps that are timed."""
+    """Cells with the most important first, in case time runs out; budgets; numbers of timed steps."""
 
     cells: tuple[Cell, ...]
     budget: int
@@ -121,7 +121,7 @@ def method_of(entry: str, budget: int) -> Method:
 
 
 class RandomLayers(Sequence[LayerRecord]):
-    """The layers of a prefill that was not run, drawn when they are asked for: never more than one is held."""
+    """Random layers in place of a prefill, drawn on demand: never more than one is held."""
 
     def __init__(self, loaded: LoadedModel, cell: Cell, observations: tuple[Observation, ...]) -> None:
         self.loaded, self.cell, self.observations = loaded, cell, observations
@@ -156,7 +156,7 @@ Feed = Callable[[Tensor], object]
 
 
 def ours(loaded: LoadedModel, cell: Cell, plan: Plan) -> tuple[Feed, int, str]:
-    """What feeds a token, the bytes of cache that a step reads, and what it runs on."""
+    """A function that feeds a token, the bytes of cache that a step reads, and the kernel's name."""
     cache = random_cache(loaded, cell, plan)
     decoder = decoder_for(loaded.model, cache)
     mode = f"{cache.kernel_name}, graph" if decoder.is_graph else f"{cache.kernel_name}, {decoder.note or 'eager'}"
@@ -215,7 +215,7 @@ def measure(loaded: LoadedModel, cell: Cell, plan: Plan, bandwidth: float) -> di
         p50 = statistics.median(step_ms(feed, ids, plan.steps))
         bound = 1e3 * (read_bytes(loaded.model) + cache_bytes) / bandwidth
         row |= {"mode": mode, "tpot_p50_ms": p50, "cache_bytes": cache_bytes, "memory_ms": bound, "ratio": p50 / bound}
-    except Exception as error:  # no cell may cost the others
+    except Exception as error:  # a failed cell must not stop the others
         row["error"] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:160]}"
     return row
 
@@ -253,7 +253,7 @@ def main() -> int:
     arguments = options.parse_args()
     started, device, console = time.monotonic(), device_of(arguments), Console(width=160)
     if device.type == "cpu":
-        os.environ["KVBENCH_KERNEL"] = "reference"  # as where no GPU kernel can be had
+        os.environ["KVBENCH_KERNEL"] = "reference"  # as on a machine without a GPU kernel
     plan, shape = (TINY_PLAN, TINY) if arguments.tiny else (FULL_PLAN, LLAMA)
     bandwidth = read_bandwidth(device)
     dtype = "float32" if device.type == "cpu" else "bfloat16"

@@ -211,7 +211,7 @@ def show(rows: list[dict[str, object]], console: Console) -> None:
 
 
 def verdicts(rows: list[dict[str, object]], console: Console) -> bool:
-    """Print what was to be reached; whether no contender reads faster than the memory."""
+    """Print the targets; returns whether no contender reads faster than the memory."""
     found = {(r["contender"], r["batch"], r["context"]): r for r in rows if "ms" in r}
     for batch in sorted({int(r["batch"]) for r in rows}):
         sixteen, int4 = (found.get((f"ours, {name}", batch, 65536)) for name in ("bf16", "kivi4"))

@@ -1,4 +1,4 @@
-"""A Triton kernel that reads memory and does nothing else: what a read-bound kernel is measured by."""
+"""A Triton kernel that only reads memory: the bandwidth that read-bound kernels are compared with."""
 
 # mypy: ignore-errors
 

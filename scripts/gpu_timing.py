@@ -1,4 +1,4 @@
-"""What the GPU scripts share: how calls are timed, and how fast the memory can be read."""
+"""Shared by the GPU scripts: timing of calls, and the read bandwidth of the memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device_name(device: torch.device) -> str:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Size of the last cache before the memory; 1 MB stands for it on a CPU, where nothing is concluded."""
+    """Bytes of the last-level cache; 1 MB on a CPU, where no conclusions are drawn."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**20
 
 
@@ -86,7 +86,7 @@ def elapsed(work: Call, count: int, device: torch.device) -> float:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that the fastest of several ways reads memory at, and nothing else is done with it."""
+    """Read bandwidth of the memory in bytes per second: the fastest of several ways to only read it."""
     size = max(2**22, 80 * l2_bytes(device))
     memory = torch.ones(size // 4, device=device)
     ways: list[Call] = [lambda: memory.sum(), lambda: memory.view(torch.int32).amax()]
@@ -98,7 +98,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def save(rows: list[dict[str, object]], out: Path | None, **facts: object) -> None:
-    """Write rows and what they were measured on, whole or not at all."""
+    """Write rows and their machine to a file, atomically."""
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# What needs another environment. Run after scripts/test.sh, whose .venv it uses.
+# What needs another environment: docs, Slurm, old versions. Run after scripts/test.sh, whose .venv it uses.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
 set_up test
 fetch
 export OMP_NUM_THREADS=1
+
+echo "--- the documentation, without a warning"
+set_up docs
+"$python" -m pytest tests/docs/test_site.py
+"$python" -m mkdocs build --strict --quiet
 
 if [ "${KVBENCH_NIGHTLY:-0}" = 1 ]; then
     echo "--- tasks of lm-evaluation-harness"

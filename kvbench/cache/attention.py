@@ -1,7 +1,7 @@
 """The one attention function that transformers calls, and its mask function.
 
-A cache layer's `update` hands itself on in place of key tensors; the model passes it to the attention function, which
-lets the layer attend over what it holds. Nothing is unpacked, concatenated or repeated on the way.
+A cache layer's `update` returns the layer itself in place of keys. The model passes the layer to the attention
+function, which calls the layer's `attend`. No store is unpacked, and no tensor is concatenated or repeated.
 """
 
 from collections.abc import Iterator
@@ -69,9 +69,9 @@ def attention(
 
 
 def stock_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """What transformers itself does with the floats that one of its caches hands on, [B, Hq, q, Dv]: torch's sdpa.
+    """Attention over the floats that a cache of transformers' returns, [B, Hq, q, Dv], by torch's sdpa.
 
-    Raises UserError for scores that sdpa does not know.
+    Raises UserError for scores that sdpa does not compute: soft-capped, windowed, or with attention sinks.
     """
     if scoring.softcap is not None or scoring.window is not None or scoring.sink_logits is not None:
         raise UserError(
@@ -114,7 +114,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, mask)
 
 @contextmanager
 def kvbench_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends through kvbench inside the block; its own implementation is back afterwards.
+    """Inside the block the model attends through kvbench; afterwards its own implementation is set again.
 
     Raises UserError for a family that does not go through transformers' attention interface.
     """

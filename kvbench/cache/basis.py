@@ -5,16 +5,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from kvbench.cache.build import prefill
-from kvbench.cache.rotary import KeyRotation
 from kvbench.files import write_atomic
 
 
 @dataclass(frozen=True)
 class Basis:
-    """One layer's directions, a KV head each by itself, those with the most energy first.
+    """One layer's directions, for each KV head by itself, in descending order of energy.
 
     keys [Hkv, D, D], values [Hkv, Dv, Dv]: orthonormal columns. key_energy [Hkv, D], value_energy [Hkv, Dv]: the
     second moment along each. Float32, or float64 for a model in float64.
@@ -43,25 +40,8 @@ def second_moment(rows: Tensor) -> Tensor:
     return flat.mT @ flat / flat.shape[1]
 
 
-def bases_of(model: PreTrainedModel, ids: Tensor, rotations: list[KeyRotation | None]) -> list[Basis | None]:
-    """The bases of all layers from prompts ids [B, T]; None for layers that a window or a state bounds.
-
-    Keys are taken before their rotary embedding, which `rotations` (one a layer; None: there is none) takes off.
-    """
-    found: list[Basis | None] = [None] * len(rotations)
-    for layer in prefill(model, ids).layers:
-        if layer.scoring.window is not None:
-            continue
-        rotation, position = rotations[layer.index], torch.arange(ids.shape[1], device=ids.device)
-        key = layer.key if rotation is None else rotation.take_off(layer.key, position.expand(layer.key.shape[:3]))
-        dtype = torch.promote_types(layer.key.dtype, torch.float32)
-        sides = [part.to(dtype) for rows in (key, layer.value) for part in eigenbasis(second_moment(rows))]
-        found[layer.index] = Basis(*sides)
-    return found
-
-
 def save_bases(path: Path, bases: list[Basis | None]) -> None:
-    """Write them to a safetensors file, whole or not at all."""
+    """Write the bases to a safetensors file, the whole file or nothing."""
     from safetensors.torch import save
 
     tensors = {
@@ -75,7 +55,7 @@ def save_bases(path: Path, bases: list[Basis | None]) -> None:
 
 
 def load_bases(path: Path, layers: int, device: torch.device) -> list[Basis | None] | None:
-    """What `save_bases` wrote; None where there is no such file, or it cannot be read."""
+    """The bases of `layers` layers that `save_bases` wrote; None where there is no such file or it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Bytes really held: unique storages, never shapes times item sizes."""
+"""Bytes that are held: the sizes of distinct storages, not shapes times item sizes."""
 
 import ctypes
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvbench.cache.store import Buffer
+from kvbench.cache.slots import Buffer
 
 
 @dataclass
@@ -38,7 +38,7 @@ def held_bytes(buffers: Iterable[Buffer]) -> Held:
 
 
 def allocator_bytes(buffers: Iterable[Buffer]) -> int | None:
-    """What the allocator has set aside for the same storages; None where it does not tell.
+    """Bytes that the allocator has reserved for the same storages; None where it cannot be asked.
 
     On CUDA the sizes of torch's blocks, on a CPU what malloc_usable_size says.
     """

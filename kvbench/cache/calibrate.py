@@ -1,8 +1,8 @@
-"""Calibration: what some stores have to see of a model before they can hold anything.
+"""Calibration: bases of keys and values that some stores need before they can hold a token.
 
-The text is a fixed slice of the essays, 8 rows of 512 tokens, that lies between the windows which perplexity scores; a
-run whose windows would score some of it is refused. A model with random weights sees random tokens. What was found is
-kept below the cache folder, by a hash of the weights and of the tokens.
+The text is a fixed slice of the essays, 8 rows of 512 tokens, between the windows that perplexity scores; a run whose
+windows would score calibration tokens is refused. A model with random weights sees random tokens. Bases are saved in
+the cache folder, under a hash of the weights and of the tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from kvbench.cache.basis import bases_of, load_bases, save_bases
-from kvbench.cache.build import Method
-from kvbench.cache.rotary import key_rotations
+from kvbench.cache.basis import Basis, eigenbasis, load_bases, save_bases, second_moment
+from kvbench.cache.method import Method
+from kvbench.cache.prefill import prefill
+from kvbench.cache.rotary import KeyRotation, key_rotations
 from kvbench.errors import UserError
 from kvbench.offline import cache_folder
 from kvbench.texts.load import load_text, tokenize
@@ -26,30 +28,47 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
 ROWS, ROW = 8, 512
-"""Prompts that are run, and their tokens: many beginnings, since a model's first token is unlike all others."""
+"""Prompts that are run, and tokens of each. Many prompts, since the first token of a prompt is unlike the others."""
 
 START = 0.618
-"""Where in the essays they begin. Windows lie at even fractions of a text, which this is far from for few of them."""
+"""Where in the essays the rows begin, as a share. Windows begin at even fractions, and few windows are near this."""
 
 
 def calibrate(method: Method, loaded: LoadedModel) -> Method:
-    """The method, ready for that model; as it was where its store needs no calibration.
+    """The method with a store that is calibrated for the model; unchanged where its store needs no calibration.
 
-    Raises UserError where the essays are not on this machine, or the model's keys cannot be had before their rotation.
+    Raises UserError where the essays are not on this machine, or the model's rotary embedding cannot be taken off keys.
     """
     if not method.store.calibrates:
         return method
     if loaded.mla not in (None, "expand"):
-        return method  # the build says what does not go together
+        return method  # `build_cache` refuses the combination
     rotations = key_rotations(loaded.model, loaded.n_layers)
     ids = calibration_ids(loaded)
     path = cache_folder() / "calibration" / f"{_name(loaded, ids)}.safetensors"
     bases = load_bases(path, loaded.n_layers, loaded.device)
     if bases is None:
         bases = bases_of(loaded.model, ids.to(loaded.device), rotations)
-        with suppress(OSError):  # a cache folder that cannot be written costs the next run its time, and nothing else
+        with suppress(OSError):  # without a writable cache folder the next run calibrates again
             save_bases(path, bases)
     return replace(method, store=method.store.calibrated(bases, rotations))
+
+
+def bases_of(model: PreTrainedModel, ids: Tensor, rotations: list[KeyRotation | None]) -> list[Basis | None]:
+    """The bases of all layers from prompts ids [B, T]; None for layers with a sliding window or a state.
+
+    Keys are taken before their rotary embedding; `rotations` takes it off, one for each layer (None: it has none).
+    """
+    found: list[Basis | None] = [None] * len(rotations)
+    for layer in prefill(model, ids).layers:
+        if layer.scoring.window is not None:
+            continue
+        rotation, position = rotations[layer.index], torch.arange(ids.shape[1], device=ids.device)
+        key = layer.key if rotation is None else rotation.take_off(layer.key, position.expand(layer.key.shape[:3]))
+        dtype = torch.promote_types(layer.key.dtype, torch.float32)
+        sides = [part.to(dtype) for rows in (key, layer.value) for part in eigenbasis(second_moment(rows))]
+        found[layer.index] = Basis(*sides)
+    return found
 
 
 def calibration_ids(loaded: LoadedModel) -> Tensor:
@@ -63,15 +82,15 @@ def calibration_ids(loaded: LoadedModel) -> Tensor:
 
 
 def calibration_slice(tokens: int) -> tuple[int, int]:
-    """First token of the slice of a text, and the one behind its last."""
+    """First token of the slice of a text of so many tokens, and the token behind its last."""
     first = int(START * tokens)
     return first, first + ROWS * ROW
 
 
 def check_calibration(tokens: int, scored: list[tuple[int, int]], setting: str) -> None:
-    """Raise UserError where a measure would score tokens that are calibrated on.
+    """Raise UserError where a measure would score calibration tokens.
 
-    tokens: of the essays. scored: first token and the one after the last of each scored stretch. setting: as it was
+    tokens: of the essays. scored: of each scored stretch the first token and the one after the last. setting: as it was
     given, for the error.
     """
     first, stop = calibration_slice(tokens)

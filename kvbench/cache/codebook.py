@@ -1,4 +1,4 @@
-"""Preallocated rows as codes of a codebook: the memory that TurboQuant's kind of store is made of."""
+"""Preallocated rows as codes of a codebook: the memory of TurboQuant's store."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from kvbench.cache.store import Buffer, SlotShape, scatter_rows
+from kvbench.cache.slots import Buffer, SlotShape, scatter_rows
 from kvbench.kernels.parts import Coded
 from kvbench.kernels.quantise import pack
 

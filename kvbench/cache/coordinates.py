@@ -1,4 +1,4 @@
-"""Keys and values held as coordinates in a basis: keys before their rotary embedding, rebuilt in every step."""
+"""Keys and values as coordinates in a basis. Keys are held before their rotary embedding and rebuilt in every step."""
 
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots, Counts
+from kvbench.cache.counters import DeviceCounters
 from kvbench.cache.rotary import KeyRotation
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape
+from kvbench.cache.store import Store
 from kvbench.kernels.parts import Dense, Part, read_all
 
 
 @dataclass(frozen=True)
 class Coordinates(Store):
-    """The store of one layer. codes: what the coordinates are held in. keys [Hkv, D, r] and values [Hkv, Dv, r']:
+    """The store of one layer. codes: the store of the coordinates. keys [Hkv, D, r] and values [Hkv, Dv, r']:
     orthonormal columns, in float32 or float64. rotation: the layer's rotary embedding, None where it has none.
     """
 
@@ -35,7 +36,7 @@ class Coordinates(Store):
         return self.codes.planned_bytes(self.narrowed(shape)) + bases
 
     def narrowed(self, shape: SlotShape) -> SlotShape:
-        """The slots of the coordinates."""
+        """The shape of the slots that hold coordinates."""
         return replace(shape, key_dim=self.keys.shape[-1], value_dim=self.values.shape[-1])
 
 
@@ -80,7 +81,7 @@ class CoordinateSlots(Slots):
     def value_parts(self) -> Sequence[Part]:
         return self.codes.value_parts()
 
-    def turn_back(self, output: Tensor) -> Tensor:
+    def restore_output(self, output: Tensor) -> Tensor:
         heads = output.unflatten(1, (self.values.shape[0], -1)).to(self.values.dtype)  # [B, Hkv, Hq/Hkv, q, r]
         return torch.einsum("bhgqr,hdr->bhgqd", heads, self.values).flatten(1, 2).to(output.dtype)
 
@@ -98,8 +99,8 @@ class CoordinateSlots(Slots):
 
 
 class CapturedCoordinates(CapturedSlots):
-    """Keys rebuilt from all coordinates in every step, at angles that are computed instead of looked up: no table
-    is long enough for every step to come."""
+    """The captured form of `CoordinateSlots`. Every step rebuilds the keys from all coordinates; angles are computed
+    and not looked up, since no table is long enough for all steps to come."""
 
     def __init__(self, slots: CoordinateSlots) -> None:
         codes = slots.codes.captured()
@@ -111,5 +112,5 @@ class CapturedCoordinates(CapturedSlots):
     def key_parts(self) -> Sequence[Part]:
         return [self.whole.rebuilt(self.keys)]
 
-    def write(self, counts: Counts, slot: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, device: DeviceCounters, slot: Tensor, key: Tensor, value: Tensor) -> None:
         self.whole.overwrite(slot, key, value)

@@ -7,44 +7,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.caches import AnyCache, PrefixCache
-from kvbench.cache.forward import check_ids, forward
+from kvbench.cache.decode_cache import DecodeCache
 from kvbench.errors import UserError
 
 
-@torch.inference_mode()
-def step(model: PreTrainedModel, ids: Tensor, cache: AnyCache, logits_to_keep: int = 1) -> Tensor:
-    """Feed ids [B, q] and return the logits of the last `logits_to_keep` of them, [B, n, V]; 0 returns all.
-
-    The method evicts or quantises afterwards. Raises UserError for ids that do not continue the cache's batch, and
-    kvbench.cache.layer.CacheFull past what the cache was built for; the cache is as before then.
-    """
-    check_ids(ids)
-    with kvbench_attention(model):
-        if isinstance(cache, PrefixCache):
-            cache.ids = torch.cat([cache.ids, ids], dim=1)
-            cache.positions_processed += cache.ids.shape[1]
-            return forward(model, cache.ids, None, logits_to_keep or ids.shape[1])
-        cache.check_room(ids)
-        logits = forward(model, ids, cache, logits_to_keep)
-        cache.positions_processed += ids.shape[1]
-        return logits
+def step(model: PreTrainedModel, ids: Tensor, cache: DecodeCache, logits_to_keep: int = 1) -> Tensor:
+    """Feed ids [B, q] and return the logits of the last `logits_to_keep` of them; see `DecodeCache.step`."""
+    return cache.step(model, ids, logits_to_keep)
 
 
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
     ids: Tensor | None,
-    cache: AnyCache,
+    cache: DecodeCache,
     max_new_tokens: int = 32,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> Tensor:
-    """Greedy continuation of what the cache holds, then `ids`: new tokens [B, n], n <= max_new_tokens.
+    """Greedy continuation of the cache's text, followed by `ids`: new tokens [B, n], n <= max_new_tokens.
 
     Args:
         ids: [B, q], fed through the cache first (a question, say); None to go on from the prompt itself.
-        eos_token_id: what ends a text, one token or any of several: stop once every row has produced one; later tokens
-            of a finished row repeat it (the first of several).
+        eos_token_id: the token that ends a text, or several such tokens: generation stops once every row has produced
+            one. Later tokens of a finished row repeat it (the first of several).
 
     Raises UserError for max_new_tokens below 1, and for ids=None where the cache has moved on from its prompt.
     """

@@ -51,6 +51,35 @@ def n_layers(model: PreTrainedModel) -> int:
 def check_ids(ids: object) -> None:
     """Raise UserError unless ids is an int64 [B, T] batch of one length with at least one token."""
     if not isinstance(ids, Tensor):
-        raise UserError(f"ids is a {type(ids).__name__}; give an int64 tensor [batch, tokens], all rows of one length")
+        raise UserError(
+            f"ids is a {type(ids).__name__}; give an int64 tensor [batch, tokens], all rows of one length "
+            f'(of a tokenizer: tokenizer(text, return_tensors="pt").input_ids)'
+        )
     if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[1] == 0:
         raise UserError(f"ids is {ids.dtype} {list(ids.shape)}; give int64 [batch, tokens] with at least one token")
+
+
+def check_prompt(model: PreTrainedModel, ids: object) -> None:
+    """Raise UserError unless ids is a batch as `check_ids` wants it, of the model's vocabulary and without padding.
+
+    Padding cannot be told from text by its ids alone; a row that begins with the pad token is refused, unless that
+    token also begins or ends texts.
+    """
+    check_ids(ids)
+    assert isinstance(ids, Tensor)
+    size = model.get_input_embeddings().weight.shape[0]
+    smallest, largest = (int(end) for end in torch.stack(ids.aminmax()).tolist())
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise UserError(f"ids has the token {wrong}, and this model's tokens are 0 to {size - 1}; tokenize for it")
+    config = model.config.get_text_config()
+    pad = getattr(config, "pad_token_id", None)
+    others = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
+    if pad is None or any(pad in other if isinstance(other, list) else pad == other for other in others):
+        return
+    padded = (ids[:, 0] == pad).nonzero().flatten().tolist()
+    if padded:
+        raise UserError(
+            f"row {padded[0]} of ids begins with the pad token {pad}, and padding would be taken for text; "
+            "give prompts of one length without padding, or one prompt at a time as ids[:1]"
+        )

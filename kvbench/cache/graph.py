@@ -5,18 +5,19 @@ logits = decoder.feed(ids)
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.caches import AnyCache, KVCache, PrefixCache
+from kvbench.cache.caches import KVCache
 from kvbench.cache.captured import DecodeStep
-from kvbench.cache.counts import CannotCapture, Counts
-from kvbench.cache.decode import step
+from kvbench.cache.counters import DeviceCounters
+from kvbench.cache.decode_cache import DecodeCache
 from kvbench.cache.forward import check_ids
-from kvbench.cache.stock import StockCache
+from kvbench.cache.slots import CannotCapture
 from kvbench.errors import UserError
 from kvbench.results.row import GRAPH
 
@@ -24,7 +25,7 @@ WARM_UP = 3
 """Steps that run before the capture, which can compile no kernel and set up no library."""
 
 Graph = Literal["auto", False]
-"""Whether to decode by a CUDA graph where one can be had."""
+"""Whether to decode by a CUDA graph where the cache has a captured form."""
 
 
 class Recorder(Protocol):
@@ -34,7 +35,7 @@ class Recorder(Protocol):
 
 
 def decoder_for(
-    model: PreTrainedModel, cache: AnyCache, graph: Graph = "auto", untimed: int = WARM_UP + 1
+    model: PreTrainedModel, cache: DecodeCache, graph: Graph = "auto", untimed: int = WARM_UP + 1
 ) -> "EagerDecoder | GraphDecoder":
     """The fastest way to decode through `cache`: a graph on CUDA, unless graph=False; else step by step.
 
@@ -43,10 +44,8 @@ def decoder_for(
     """
     if not graph or cache.last_logits.device.type != "cuda":
         return EagerDecoder(model, cache)
-    if isinstance(cache, PrefixCache):
-        return EagerDecoder(model, cache, "eager: without a cache every step is as long as the prefix")
-    if isinstance(cache, StockCache):
-        return EagerDecoder(model, cache, "eager: transformers' own cache grows, and a graph wants memory that stays")
+    if not isinstance(cache, KVCache):
+        return EagerDecoder(model, cache, f"eager: {cache.not_captured}")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return EagerDecoder(model, cache, "eager: the model lies on several devices, and a graph is one device's")
     if untimed <= WARM_UP:
@@ -58,11 +57,11 @@ def decoder_for(
 
 
 class EagerDecoder:
-    """Step by step, as `kvbench.cache.decode.step`. note: why a graph was wanted and there is none."""
+    """Decodes step by step. note: why there is no graph where one was wanted."""
 
     is_graph = False
 
-    def __init__(self, model: PreTrainedModel, cache: AnyCache, note: str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, cache: DecodeCache, note: str | None = None) -> None:
         self.model, self.cache, self.note = model, cache, note
 
     @property
@@ -72,7 +71,7 @@ class EagerDecoder:
 
     def feed(self, ids: Tensor) -> Tensor:
         """Logits [B, 1, V] after ids [B, q]."""
-        return step(self.model, ids, self.cache)
+        return self.cache.step(self.model, ids)
 
 
 class GraphDecoder:
@@ -86,7 +85,7 @@ class GraphDecoder:
         self.eager = EagerDecoder(model, cache)
         self.cache, self.decode, self.record = cache, decode, record
         self.step = record(decode.run, WARM_UP)
-        self.flushes: dict[Counts, Callable[[], Tensor | None]] = {}
+        self.flushes: dict[DeviceCounters, Callable[[], Tensor | None]] = {}
         self.has_run = False
 
     @property
@@ -117,25 +116,26 @@ class GraphDecoder:
         self.cache.check_room(ids)
         self.decode.prepare()
         self.decode.ids.copy_(ids)
-        before = [] if self.has_run else [(tensor, tensor.clone()) for tensor in self.decode.tensors()]
+        before = [] if self.has_run else [(tensor, tensor.clone()) for tensor in self.decode.mutable_state()]
         try:
             logits = self.step()
-        except Exception as error:  # whatever a model may do that cannot be captured
+        except Exception as error:  # a model may do anything that cannot be captured
             for tensor, old in before:  # half a step may have run
                 tensor.copy_(old)
             self.eager.note = f"eager: {type(self.eager.model).__name__} was not captured: {first_line(error)}"
             return self.eager.feed(ids)
         self.has_run = True
-        for counts in self.decode.count():
-            self._flush(counts)
+        for device in self.decode.count():
+            self._flush(device)
         assert logits is not None
         return logits
 
-    def _flush(self, counts: Counts) -> None:
-        """KIVI's flush: plainly the first time, a recording of its own from then on."""
-        if counts not in self.flushes:
-            self.flushes[counts] = self.record(lambda: self.decode.flush(counts), 1)
-        self.flushes[counts]()
+    def _flush(self, device: DeviceCounters) -> None:
+        """KIVI's flush: plainly the first time, from then on as a recording of its own."""
+        if device not in self.flushes:
+            # Not a function that holds `self`: decoder and cache would outlive their last use until a collection.
+            self.flushes[device] = self.record(partial(self.decode.flush, device), 1)
+        self.flushes[device]()
 
 
 class CudaGraph:

@@ -1,4 +1,4 @@
-"""Preallocated quantised rows: the memory that quantising stores are made of."""
+"""Preallocated quantised rows: the memory of stores that quantise in groups."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.rule import is_whole
-from kvbench.cache.store import Buffer, SlotShape, scatter_rows
+from kvbench.cache.slots import Buffer, SlotShape, scatter_rows
 from kvbench.errors import UserError
 from kvbench.kernels import choose
 from kvbench.kernels.cpu import CpuKernel
@@ -14,7 +14,7 @@ from kvbench.kernels.parts import Axis, Packed
 from kvbench.kernels.quantise import BITS, pack, quantise
 
 SMALLEST_GROUP = 8
-"""Below this the float16 pair costs as much as the codes save; a group of one is exact and no compression at all."""
+"""In smaller groups the float16 pair takes as many bytes as the codes save."""
 
 
 class Groups:
@@ -88,7 +88,7 @@ class Groups:
         ]
 
     def buffers(self, kept: int | None = None) -> Iterator[Buffer]:
-        """The three tensors, with the share in use when `kept` rows count (all that are held, if None)."""
+        """The three tensors, with the share in use when `kept` rows hold tokens (None: all rows held)."""
         capacity = self.codes.shape[2] * (self.group_size if self.axis == "token" else 1)
         used = (self.length if kept is None else kept) / capacity if capacity else 1.0
         yield Buffer("codes", self.codes, used)

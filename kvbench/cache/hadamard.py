@@ -1,4 +1,4 @@
-"""The orthogonal Hadamard rotation of the last dimension, in blocks where its size is no power of two."""
+"""The orthogonal Hadamard rotation of the last dimension, in blocks where its size is not a power of two."""
 
 from functools import lru_cache
 

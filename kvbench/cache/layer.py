@@ -1,67 +1,77 @@
-"""One layer's compressed cache: slots in a store, a keep rule that says which of them to give up."""
+"""One layer's compressed cache: slots in a store, and a keep rule that decides which tokens to evict."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.cache.mla import Latents
-from kvbench.cache.rotary import RotateBack
-from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, lowest
-from kvbench.cache.store import Buffer, Slots
-from kvbench.kernels import Kernel
+from kvbench.cache.counters import Counters
+from kvbench.cache.layer_base import EngineLayer
+from kvbench.cache.plan import LayerPlan
+from kvbench.cache.record import LayerRecord
+from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.selection import Selection
+from kvbench.cache.slots import Buffer, Slots
+from kvbench.kernels.parts import Part
 from kvbench.kernels.prefill import Scoring
 
 
-class CacheFull(RuntimeError):
-    """More tokens were fed than the cache was built for."""
+@dataclass(frozen=True)
+class SlotView:
+    """What one forward attends over: the first `slots` slots of a layer.
 
-
-class SlotLayer(CacheLayerMixin):
-    """Holds kept tokens in slots, attends over them in place, then evicts down to `budget` (None: never).
-
-    A forward of q tokens writes them (`update`), attends over everything kept plus itself (`attend`), and only then
-    gives up what is over budget and lets the store quantise. All heads and batch rows keep equally many tokens.
-
-    position: int32 [B, Hkv, S], the token in each slot, EMPTY where there is none; where a rule keeps everything
-    slot i holds token i, and one row serves all heads. scores: float32 [B, Hkv, S] or None. free: int64
-    [B, Hkv, step], a stack of `n_free` slots given up and not yet reused.
-    kept, seen, evicted: tokens held, fed so far and given up so far.
+    attend: the kernel's function. visible: bool [B, Hkv, q, S], which slots each token sees; None: all see all.
+    evicted: tokens evicted so far, a number or int64 []; None where the rule counts no positions inside the cache.
     """
 
-    is_sliding = False
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
+    keys: Sequence[Part]
+    values: Sequence[Part]
+    slots: int
+    visible: Tensor | None
+    evicted: int | Tensor | None
 
-    def __init__(
-        self,
-        index: int,
-        slots: Slots,
-        rule: KeepRule,
-        budget: int | None,
-        position: Tensor,
-        scores: Tensor | None,
-        step: int,
-        rotate_back: RotateBack | None,
-        kernel: Kernel,
-        latents: Latents | None = None,
-    ) -> None:
-        super().__init__()
+
+class SlotLayer(EngineLayer):
+    """Keeps tokens in slots, attends over them in place, then evicts down to `evicts_to` tokens (None: never).
+
+    A forward of q tokens writes them (`update`) and attends over all kept tokens and itself (`attend`). Only then are
+    tokens evicted and the store quantises. All heads and batch rows keep equally many tokens.
+
+    position: int32 [B, Hkv, S], the token in each slot, EMPTY where there is none. Where the rule keeps every token,
+    slot i holds token i and one row serves all heads. scores: float32 [B, Hkv, S] or None. free: int64
+    [B, Hkv, step], a stack of slots whose tokens were evicted and that are not reused yet; `counters.free` of them.
+    """
+
+    def __init__(self, plan: LayerPlan, slots: Slots, position: Tensor, scores: Tensor | None = None) -> None:
+        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to))
         slots.position = position
-        self.index, self.slots, self.rule, self.budget = index, slots, rule, budget
-        self.position, self.scores, self.step, self.rotate_back = position, scores, step, rotate_back
-        self.kernel, self.latents = kernel, latents
-        width = 0 if budget is None else step
-        self.free = torch.zeros(*position.shape[:2], width, dtype=torch.int64, device=position.device)
-        self.n_free = self.kept = self.seen = self.evicted = 0
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: slots are allocated when the cache is built."""
+        self.plan, self.slots, self.position, self.scores = plan, slots, position, scores
+        self.index, self.rule, self.kernel, self.latents = plan.index, plan.rule, plan.kernel, plan.latents
+        self.rotate_back = plan.rotate_back
+        self.n_sink = 0 if plan.rotate_back is None else plan.rule.sinks_in_place
+        self.free = free_slots(position.shape[:2], plan, position.device)
 
     @property
     def capacity(self) -> int:
         """Slots in all."""
-        return self.position.shape[-1]
+        return self.counters.capacity
+
+    @property
+    def evicts_to(self) -> int | None:
+        """Tokens kept between steps; None where the layer never evicts."""
+        return self.counters.evicts_to
+
+    @property
+    def kept(self) -> int:
+        """Tokens held per KV head now."""
+        return self.counters.kept
+
+    @property
+    def evicted(self) -> int:
+        """Tokens evicted so far."""
+        return self.counters.evicted
 
     @property
     def has_quantised(self) -> bool:
@@ -74,117 +84,130 @@ class SlotLayer(CacheLayerMixin):
         return self.evicted > 0 or self.has_quantised
 
     def fill(self, key: Tensor, value: Tensor, position: Tensor, scores: Tensor | None, seen: int) -> None:
-        """Take what a prefill left to keep: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
+        """Take the kept tokens of a prompt: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
         n = key.shape[2]
-        if self.rule.budget is not None:
+        if self.plan.has_positions:
             self.position[..., :n] = position
         self.slots.fill(key, value)
         if self.scores is not None and scores is not None:
             self.scores[..., :n] = scores
-        self.kept, self.seen, self.evicted = n, seen, seen - n
+        self.counters.fill(n, seen)
         self.slots.settle()
 
+    def adopt(self, tokens: int) -> None:
+        """Take note that the slots hold the first tokens of a prompt already, all of them."""
+        self.counters.fill(tokens, tokens)
+
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["SlotLayer", "SlotLayer"]:
-        """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and hand on the layer itself.
+        """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and return the layer itself twice.
 
         Raises CacheFull where they exceed what the cache was built for; nothing has changed then.
         """
-        key, value = self.entries(key, value)
-        q = key.shape[2]
+        key, value = self.keys_and_values(key, value)
+        q, start, counters = key.shape[2], self.seen, self.counters
         self.check_room(q)
-        reused = min(q, self.n_free)
+        top, written = counters.free, counters.written
+        reused = counters.accept(q)
         if reused:
-            slot = self.free[..., self.n_free - reused : self.n_free]
-            self.position.scatter_(-1, slot, self._new_positions(0, reused).expand_as(slot))
-            self.slots.overwrite(slot, key[:, :, :reused], value[:, :, :reused])
-            if self.scores is not None:
-                fresh = self.scores.new_empty(slot.shape)
-                fresh[:] = self.rule.fresh_scores(key[:, :, :reused])
-                self.scores.scatter_(-1, slot, fresh)
+            slot = self.free[..., top - reused : top]
+            position = self._new_positions(start, start + reused)
+            self.put(slot, position, key[:, :, :reused], value[:, :, :reused], self.slots.overwrite)
         if reused < q:
-            new = slice(self.slots.length, self.slots.length + q - reused)
-            if self.rule.budget is not None:
-                self.position[..., new] = self._new_positions(reused, q)
+            behind = slice(written, counters.written)
+            if self.plan.has_positions:
+                self.position[..., behind] = self._new_positions(start + reused, start + q)
             self.slots.append(key[:, :, reused:], value[:, :, reused:])
             if self.scores is not None:
-                self.scores[..., new] = self.rule.fresh_scores(key[:, :, reused:])
-        self.n_free -= reused
-        self.kept += q
-        self.seen += q
+                self.scores[..., behind] = self.rule.fresh_scores(key[:, :, reused:], value[:, :, reused:])
         return self, self
 
-    def entries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model hands `update`, as the slots take it: with latent attention see `Latents.entries`."""
-        return (key, value) if self.latents is None else self.latents.entries(key, value)
+    def _new_positions(self, first: int, stop: int) -> Tensor:
+        return torch.arange(first, stop, dtype=torch.int32, device=self.position.device)
+
+    def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the slots hold them; with latent attention the model hands on latents instead."""
+        return (key, value) if self.latents is None else self.latents.keys_and_values(key, value)
+
+    def put(
+        self,
+        slot: Tensor,
+        position: Tensor,
+        key: Tensor,
+        value: Tensor,
+        write: Callable[[Tensor, Tensor, Tensor], None],
+    ) -> None:
+        """Write q tokens of positions int32 [q] to the slots [B, Hkv, q] by `write`; nothing is counted."""
+        if self.plan.has_positions:
+            self.position.scatter_(-1, slot, position.expand_as(slot))
+        write(slot, key, value)
+        if self.scores is not None:
+            fresh = self.scores.new_empty(slot.shape)
+            fresh[:] = self.rule.fresh_scores(key, value)
+            self.scores.scatter_(-1, slot, fresh)
 
     def check_room(self, q: int) -> None:
         """Raise CacheFull unless q more tokens fit in one forward."""
-        if q > self.step:
-            raise CacheFull(f"{q} tokens in one forward, of at most {self.step}; build the cache with max_step={q}")
-        if self.kept + q > self.capacity:
-            raise CacheFull(
-                f"layer {self.index} holds {self.kept} tokens of at most {self.capacity} and got {q} more; "
-                f"build the cache with a larger max_new_tokens"
-            )
-
-    def _new_positions(self, first: int, stop: int) -> Tensor:
-        return torch.arange(self.seen + first, self.seen + stop, dtype=torch.int32, device=self.position.device)
+        self.counters.check_room(q, self.index)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction and quantisation."""
-        n_sink = self.rule.sinks_in_place if self.evicted else 0
-        sink_query = self.rotate_back(query, self.evicted) if n_sink and self.rotate_back else None
-        reads = self.scores is not None and self.rule.reads_attention
-        output, probabilities = self.kernel.attend(
-            self.slots.turn_query(query),
-            self.slots.key_parts(),
-            self.slots.value_parts(),
+        written = self.counters.written
+        visible = self._visible(query.shape[2], scoring)
+        keys, values = self.slots.key_parts(), self.slots.value_parts()
+        view = SlotView(self.kernel.attend, keys, values, written, visible, self.evicted or None)
+        output = self.attended(query, scoring, view, self.scores is not None and self.rule.reads_attention)
+        if count := self.counters.excess:
+            victims = self.victims(written, self.seen - 1, count)
+            self.position.scatter_(-1, victims, EMPTY)
+            push(self.free, self.counters, victims)
+        self.slots.settle()
+        return output
+
+    def attended(self, query: Tensor, scoring: Scoring, view: SlotView, reads: bool) -> Tensor:
+        """The attention alone, [B, Hq, q, Dv]; where it `reads` probabilities, the rule's scores are updated."""
+        sink_query = None
+        if self.n_sink and view.evicted is not None and self.rotate_back is not None:
+            sink_query = self.slots.transform_query(self.rotate_back(query, view.evicted))
+        output, probabilities = view.attend(
+            self.slots.transform_query(query),
+            view.keys,
+            view.values,
             scoring,
-            visible=self._visible(query.shape[2], scoring),
-            sink_query=None if sink_query is None else self.slots.turn_query(sink_query),
-            n_sink=n_sink,
+            visible=view.visible,
+            sink_query=sink_query,
+            n_sink=0 if sink_query is None else self.n_sink,
             want_probabilities=reads,
         )
         if self.scores is not None and probabilities is not None and reads:
-            used = self.scores[..., : self.slots.length]
-            used.copy_(self.rule.updated_scores(used, shared_by_heads(probabilities, used.shape[1])))
-        self._evict()
-        self.slots.settle()
-        return self.slots.turn_back(output)
+            used = self.scores[..., : view.slots]
+            shared = shared_by_heads(probabilities[..., : view.slots], used.shape[1])
+            used.copy_(self.rule.updated_scores(used, shared))
+        return self.slots.restore_output(output)
+
+    def victims(self, slots: int, newest: int, count: int) -> Tensor:
+        """Of the first `slots` slots those with the lowest priorities, [B, Hkv, count]; newest: the newest position."""
+        assert self.plan.budget is not None
+        position = self.position[..., :slots]
+        scores = NO_SCORES if self.scores is None else self.scores[..., :slots]
+        priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
+        return lowest(priority, position, count)
 
     def _visible(self, q: int, scoring: Scoring) -> Tensor | None:
         """Which slots each of the q newest tokens sees, [B, Hkv, q, S]; None where all see all."""
-        if q == 1 and scoring.window is None and self.kept == self.slots.length:
+        if q == 1 and scoring.window is None and self.counters.free == 0:
             return None
-        position = self.position[..., None, : self.slots.length]
+        position = self.positions()[..., None, :]
         newest = torch.arange(self.seen - q, self.seen, device=position.device).view(q, 1)
         visible = (position != EMPTY) & (position <= newest)
         return visible if scoring.window is None else visible & (position >= scoring.first_seen(newest))
 
-    def _evict(self) -> None:
-        if self.budget is None or self.kept <= self.budget:
-            return
-        count = self.kept - self.budget
-        position = self.position[..., : self.slots.length]
-        scores = NO_SCORES if self.scores is None else self.scores[..., : self.slots.length]
-        worth = self.rule.priority(scores, position, self.seen - 1, self.budget, self.index)
-        victims = lowest(worth, position, count)
-        self.position.scatter_(-1, victims, EMPTY)
-        self.free[..., self.n_free : self.n_free + count] = victims
-        self.n_free += count
-        self.kept -= count
-        self.evicted += count
-
     def positions(self) -> Tensor:
         """The token in each slot written so far, EMPTY where there is none: int32 [B, Hkv, n]."""
-        return self.position[..., : self.slots.length]
+        return self.position[..., : self.counters.written]
 
     def kept_positions(self) -> Tensor:
         """Positions of the kept tokens in ascending order: int64 [B, Hkv, kept]."""
-        never = torch.iinfo(torch.int32).max
-        position = self.position[..., : self.slots.length]
-        ordered = position.masked_fill(position == EMPTY, never).sort(-1).values
-        return ordered[..., : self.kept].long()
+        return ascending(self.positions())[..., : self.kept]
 
     def buffers(self) -> Iterator[Buffer]:
         """Every tensor that this layer holds."""
@@ -194,19 +217,60 @@ class SlotLayer(CacheLayerMixin):
         if self.scores is not None:
             yield Buffer("scores", self.scores, self.kept / self.capacity)
 
-    def get_seq_length(self) -> int:
-        """Tokens seen, not kept: it drives the position of the next token."""
-        return self.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.kept + query_length, self.seen - self.kept
+def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> SlotLayer:
+    """The layer of a prompt of which every head keeps equally many tokens; copies from the record."""
+    kept, scores = selection.kept, selection.scores
+    shape = plan.shape(record, plan.slots_for(kept.shape[2]))
+    lead = shape.batch, shape.kv_heads, shape.slots
+    if plan.budget is None:
+        position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
+    else:
+        position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
+    # A cache that only appends after its prompt decides nothing any more and needs no scores.
+    keeps_scores = scores is not None and plan.evicts_to is not None
+    held = torch.zeros(lead, device=shape.device) if keeps_scores else None
+    layer = SlotLayer(plan, plan.store.allocate(shape), position, held)
+    layer.fill(
+        rows_at(record.key, kept),
+        rows_at(record.value, kept),
+        kept.to(torch.int32),
+        None if scores is None else scores.gather(-1, kept),
+        record.key.shape[2],
+    )
+    return layer
 
-    def get_max_length(self) -> int:
-        return -1
+
+def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
+    """tensor [B, Hkv, T, D] at index [B, Hkv, n]: [B, Hkv, n, D]."""
+    if index.shape[2] == tensor.shape[2]:
+        return tensor
+    return tensor.gather(2, index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1]))
+
+
+def free_slots(lead: tuple[int, ...], plan: LayerPlan, device: torch.device) -> Tensor:
+    """An empty stack of free slots, int64 [B, Hkv, step]; without width where the layer never evicts."""
+    return torch.zeros(*lead, 0 if plan.evicts_to is None else plan.step, dtype=torch.int64, device=device)
+
+
+def push(free: Tensor, counters: Counters, victims: Tensor) -> None:
+    """Put the slots `victims` [B, Hkv, n] on the stack of free slots and count the eviction."""
+    count = victims.shape[-1]
+    free[..., counters.free : counters.free + count] = victims
+    counters.evict(count)
+
+
+def ascending(position: Tensor) -> Tensor:
+    """Positions [B, Hkv, S] in ascending order, int64, EMPTY ones last."""
+    never = torch.iinfo(torch.int32).max
+    ordered = position.masked_fill(position == EMPTY, never).sort(-1).values
+    return ordered.masked_fill(ordered == never, EMPTY).long()
 
 
 def shared_by_heads(probabilities: Tensor, heads: int) -> Tensor:
-    """[B, Hkv, Hq / Hkv, q, S] for that many KV heads: those made of shared latents have keys of their own, and the
-    decision is one for all."""
+    """Probabilities [B, Hkv, Hq / Hkv, q, S] for `heads` KV heads.
+
+    Where latents are expanded, each query head has keys of its own and all heads share one decision.
+    """
     shared: Tensor = probabilities.flatten(1, 2).unflatten(1, (heads, -1))
     return shared

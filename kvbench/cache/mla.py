@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1): what of it a cache holds.
+"""Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1): what its cache holds.
 
 The model's attention hands `update` a latent c [B, 1, q, r] and a rotated key [B, 1, q, dr] that all heads share, calls
 its own `expand_kv` on what `update` returns, and then attends. Three layouts:
 
 - expand: the cache holds the keys and values of all heads, as without MLA.
-- latent: it holds c and the rotated key, r + dr numbers a token; every step makes all heads' keys and values of them.
-- absorbed: it holds the same, and no head's keys or values exist: with W_uk and W_uv the halves of kv_b_proj,
+- latent: the cache holds c and the rotated key, r + dr numbers a token; every step expands them for all heads.
+- absorbed: the cache holds the same, and nothing is expanded: with W_uk and W_uv the halves of kv_b_proj,
   scores = (q_nope W_uk) . c + q_pe . k_pe and output = (p c) W_uv'. To the engine that is one KV head of r + dr
   channels whose value is the latent.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvbench.cache.counts import CapturedSlots
-from kvbench.cache.store import Buffer, DenseStore, Slots, SlotShape, Store
+from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape
+from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Dense, Packed, Part, Split, read_all
 from kvbench.models.shape import mla_layout
@@ -28,7 +28,7 @@ from kvbench.models.shape import mla_layout
 
 @dataclass(frozen=True)
 class Latents:
-    """One layer's way from latents to heads. attention: its module. layout: expand | latent | absorbed."""
+    """How one layer's latents become keys and values. attention: its module. layout: expand | latent | absorbed."""
 
     attention: Any
     layout: str
@@ -46,8 +46,8 @@ class Latents:
         heads = weight.unflatten(0, (-1, key_dim + value_dim))
         return heads[:, :key_dim], heads[:, key_dim:]
 
-    def entries(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as the cache is to take them, from c [B, 1, q, r] and the rotated key [B, 1, q, dr].
+    def keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the cache holds them, from c [B, 1, q, r] and the rotated key [B, 1, q, dr].
 
         expand: [B, H, q, nope + dr] and [B, H, q, dv]. Otherwise [B, 1, q, r + dr] and its first r channels, a view.
         """
@@ -57,11 +57,11 @@ class Latents:
         return key, key[..., : self.rank]
 
     def heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model itself attends over, from `entries`: [B, H, q, nope + dr] and [B, H, q, dv]."""
+        """The keys and values of all heads, from `keys_and_values`: [B, H, q, nope + dr] and [B, H, q, dv]."""
         return (key, value) if self.layout == "expand" else self._stock(value, key[..., self.rank :])
 
     def absorb(self, query: Tensor) -> Tensor:
-        """The query [B, H, q, nope + dr] for keys as `entries` gives them: [B, H, q, r + dr] unless expanded."""
+        """The query [B, H, q, nope + dr] for keys of `keys_and_values`: [B, H, q, r + dr] unless expanded."""
         if self.layout == "expand":
             return query
         nope, rotated = query.split([self.attention.qk_nope_head_dim, self.attention.qk_rope_head_dim], dim=-1)
@@ -78,10 +78,10 @@ class Latents:
 
 @dataclass(frozen=True)
 class LatentStore(Store):
-    """`codes` for the latent, and the rotated key beside it: in the model's dtype, or in 16 bits where codes are few.
+    """The latent held by `codes`; the rotated key in the model's dtype, or in 16 bits where the latent is quantised.
 
-    Codes run along the latent's channels. Positions sit in a few of the rotated key's channels, which few bits would
-    cost most, and it is a ninth of what is cached.
+    Codes run along the latent's channels. The rotated key is not quantised: its few channels carry the position, and it
+    is a ninth of the cached numbers.
     """
 
     codes: Store
@@ -94,7 +94,7 @@ class LatentStore(Store):
         return LatentSlots(self, shape)
 
     def shapes(self, shape: SlotShape) -> tuple[SlotShape, SlotShape]:
-        """Of the latents and of the rotated keys; neither has values."""
+        """The shapes of the latents and of the rotated keys; neither has values."""
         sixteen = shape.dtype if shape.dtype.itemsize == 2 else torch.float16
         dtype = shape.dtype if isinstance(self.codes, DenseStore) else sixteen
         return (
@@ -103,7 +103,7 @@ class LatentStore(Store):
         )
 
     def rotated_store(self) -> DenseStore:
-        """How the rotated keys are held."""
+        """The store of the rotated keys."""
         return self.codes if isinstance(self.codes, DenseStore) else DenseStore()
 
     def planned_bytes(self, shape: SlotShape) -> int:
@@ -112,7 +112,7 @@ class LatentStore(Store):
 
 
 class LatentSlots(Slots):
-    """Latents in one place, rotated keys in another: attended over as they lie, or made into heads every time."""
+    """Latents and rotated keys in buffers of their own; absorbed they are attended over as held, else expanded."""
 
     def __init__(self, store: LatentStore, shape: SlotShape) -> None:
         self.latents, self.dtype, self.rank = store.latents, shape.dtype, shape.value_dim
@@ -137,14 +137,14 @@ class LatentSlots(Slots):
     def settle(self) -> None:
         self.codes.settle()
 
-    def turn_query(self, query: Tensor) -> Tensor:
+    def transform_query(self, query: Tensor) -> Tensor:
         if not self.absorbs:
             return query
         latent, rotated = self.latents.absorb(query).tensor_split([self.rank], dim=-1)
-        return torch.cat([self.codes.turn_query(latent), rotated], dim=-1)
+        return torch.cat([self.codes.transform_query(latent), rotated], dim=-1)
 
-    def turn_back(self, output: Tensor) -> Tensor:
-        return self.latents.project(self.codes.turn_back(output)) if self.absorbs else output
+    def restore_output(self, output: Tensor) -> Tensor:
+        return self.latents.project(self.codes.restore_output(output)) if self.absorbs else output
 
     @property
     def has_quantised(self) -> bool:
@@ -157,7 +157,7 @@ class LatentSlots(Slots):
         return self.values_of(self.codes.key_parts())
 
     def keys_of(self, held: Sequence[Part]) -> Sequence[Part]:
-        """The keys of the first slots, whose latents are held so: both as they lie, or all heads' made of them."""
+        """The keys of the slots whose latents are `held`: latents and rotated keys, or keys expanded for all heads."""
         if not self.absorbs:
             key = torch.einsum("bsr,hnr->bhsn", self._latent(held), self.latents.up[0])
             rotated = self.rotated.keys[:, :, : key.shape[2]].to(key.dtype)
@@ -172,15 +172,15 @@ class LatentSlots(Slots):
         return parts
 
     def values_of(self, held: Sequence[Part]) -> Sequence[Part]:
-        """The values likewise."""
+        """The values of the slots whose latents are `held`."""
         if self.absorbs:
             return held
         return [Dense(torch.einsum("bsr,hvr->bhsv", self._latent(held), self.latents.up[1]))]
 
     def _latent(self, held: Sequence[Part]) -> Tensor:
-        """What is held of c, in the model's dtype: [B, S, r]."""
+        """The latents c as the store gives them back, in the model's dtype: [B, S, r]."""
         rows = read_all(held, torch.promote_types(self.dtype, torch.float32))
-        return self.codes.turn_back(rows).squeeze(1).to(self.dtype)
+        return self.codes.restore_output(rows).squeeze(1).to(self.dtype)
 
     def captured(self) -> CapturedSlots:
         return CapturedLatents(self)
@@ -196,7 +196,7 @@ class LatentSlots(Slots):
 
 
 class CapturedLatents(CapturedSlots):
-    """The same, over whole buffers."""
+    """The captured form of `LatentSlots`, over whole buffers."""
 
     def __init__(self, slots: LatentSlots) -> None:
         codes = slots.codes.captured()
@@ -212,9 +212,9 @@ class CapturedLatents(CapturedSlots):
 
 
 def latents_of(model: nn.Module) -> list[Latents] | None:
-    """One for each layer of a model with multi-head latent attention, None for others.
+    """The latents of each layer of a model with multi-head latent attention, None for other models.
 
-    Raises UserError where its weights or its attention are not as the layouts need them.
+    Raises UserError where the model's weights or its attention are not as the layouts need them.
     """
     layout = mla_layout(getattr(model, "config", None))
     if layout is None:
@@ -240,9 +240,9 @@ def latents_of(model: nn.Module) -> list[Latents] | None:
 
 
 def check_store(store: Store, layout: str | None) -> None:
-    """Raise UserError where a model of that layout cannot be cached in that store."""
+    """Raise UserError where the store cannot hold a model of that layout."""
     if layout not in (None, "expand") and not store.holds_latents:
-        # Expanded keys are rotated in part, and what calibrates wants them as they were before.
+        # A store that calibrates takes off the rotation, and expanded keys are rotated in part only.
         expanded = "" if store.calibrates else ", or model.mla=expand"
         raise UserError(
             f"{type(store).__name__} needs keys and values of each head, and model.mla={layout} caches one "
@@ -252,7 +252,7 @@ def check_store(store: Store, layout: str | None) -> None:
 
 @contextmanager
 def latents_handed_on(model: nn.Module) -> Iterator[None]:
-    """Inside the block a layer's `expand_kv` leaves alone what is a cache layer; the model is as it was afterwards."""
+    """Inside the block `expand_kv` skips cache layers; afterwards the model is unchanged."""
     modules = _attentions(model)
     for module in modules:
         module.expand_kv = partial(_hand_on, module)
@@ -264,7 +264,7 @@ def latents_handed_on(model: nn.Module) -> Iterator[None]:
 
 
 def _hand_on(attention: Any, latent: Any, rotated: Any) -> tuple[Any, Any]:
-    """A cache layer attends over what it holds itself; plain tensors (no cache) are expanded as ever."""
+    """A cache layer is handed on and attends over its own slots; plain tensors (no cache) are expanded."""
     if isinstance(latent, Tensor):
         return type(attention).expand_kv(attention, latent, rotated)  # type: ignore[no-any-return]
     return latent, rotated

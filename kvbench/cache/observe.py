@@ -1,4 +1,4 @@
-"""What a prefill can be asked to record beside keys and values, by name."""
+"""Named quantities that a prefill can record beside keys and values."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,22 +12,22 @@ from kvbench.kernels.prefill import Combine, Scoring, column_sums, last_queries,
 
 @dataclass(frozen=True)
 class Observation:
-    """A named quantity of a layer's prompt attention. Equal observations are computed once a prefill."""
+    """A named quantity of a layer's prompt attention. Equal observations are computed once per prefill."""
 
     before_rotation: ClassVar[bool] = False
-    """Whether it is one of queries before their rotary embedding."""
+    """Whether it is computed from queries before their rotary embedding."""
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
-        """From query [B, Hq, T, D] and key [B, Hkv, T, D], both as attention sees them.
+        """The quantity, from query [B, Hq, T, D] and key [B, Hkv, T, D] with their rotary embedding.
 
-        rotation: how to take the query's rotation off; given where `before_rotation`.
+        rotation: removes the query's rotary embedding; given where `before_rotation`.
         """
-        raise TypeError(f"{type(self).__name__} computes nothing")
+        raise TypeError(f"{type(self).__name__} does not define `compute`")
 
 
 @dataclass(frozen=True)
 class ColumnSums(Observation):
-    """Attention mass received by each token from all prompt queries: float32 [B, Hkv, T]."""
+    """Attention mass that each token receives from all prompt queries: float32 [B, Hkv, T]."""
 
     combine: Combine = "sum"
 
@@ -45,14 +45,16 @@ class LastQueries(Observation):
         return last_queries(query, key, scoring, self.count)
 
 
-SOFTCAPPED = "soft-capped scores have no closed expectation over queries; choose another method than expected_attention"
+SOFTCAPPED = (
+    "soft-capped scores have no closed-form expectation over queries; choose another method than expected_attention"
+)
 
 
 @dataclass(frozen=True)
 class QueryMoments(Observation):
     """Mean and covariance of the un-rotated queries from position `first` on: float32 [B, Hq, 1 + D, D], mean first.
 
-    Raises UserError for soft-capped scores, which no normal distribution of queries makes log-normal.
+    Raises UserError for soft-capped scores: for them normally distributed queries give no closed-form expectation.
     """
 
     first: int = 4
@@ -60,7 +62,7 @@ class QueryMoments(Observation):
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         if rotation is None:
-            raise UserError("query_moments are taken before the rotary embedding; the layer gave no way to undo it")
+            raise UserError("query_moments need queries before the rotary embedding, and this layer cannot undo it")
         if scoring.softcap is not None:
             raise UserError(SOFTCAPPED)
         return query_moments(query, self.first, rotation.to_start)

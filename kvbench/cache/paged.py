@@ -1,4 +1,4 @@
-"""Pages: a sequence's slots in blocks of a pool, taken as they are needed, shared by reference, copied when written."""
+"""Pages: slots in blocks of a pool, taken when needed, shared by reference, copied when a shared one is written."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,20 +7,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.counts import CapturedSlots
 from kvbench.cache.pool import BLOCK_SIZE, Pool, blocks_for, pool_shape
 from kvbench.cache.rule import is_whole
-from kvbench.cache.store import Buffer, DenseStore, Slots, SlotShape, Store
+from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape
+from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Part
 
 
 class PoolEmpty(RuntimeError):
-    """A block was wanted and none is left."""
+    """A block was needed and no block of the pool is free."""
 
 
 class Blocks:
-    """Which blocks of a pool are taken, and by how many holders each. Raises ValueError for a block that is free."""
+    """How many holders each block of a pool has. Raises ValueError for a block that is free."""
 
     def __init__(self, count: int) -> None:
         self._holders = [0] * count
@@ -29,11 +29,11 @@ class Blocks:
 
     @property
     def taken(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with at least one holder."""
         return len(self._holders) - len(self._free)
 
     def take(self) -> int:
-        """A free block, held once now. Raises PoolEmpty."""
+        """Take a free block; it has one holder then. Raises PoolEmpty."""
         if not self._free:
             raise PoolEmpty(f"all {len(self._holders)} blocks of the pool are taken")
         block = self._free.pop()
@@ -42,19 +42,19 @@ class Blocks:
         return block
 
     def share(self, block: int) -> None:
-        """One holder more."""
+        """Add a holder to a block."""
         self._check(block)
         self._holders[block] += 1
 
     def give_back(self, block: int) -> None:
-        """One holder less; the last one leaves the block free."""
+        """Remove a holder from a block; without holders it is free."""
         self._check(block)
         self._holders[block] -= 1
         if self._holders[block] == 0:
             self._free.append(block)
 
     def is_shared(self, block: int) -> bool:
-        """Whether more than one holds it."""
+        """Whether a block has more than one holder."""
         return self._holders[block] > 1
 
     def _check(self, block: int) -> None:
@@ -66,8 +66,8 @@ class Blocks:
 class PagedStore(Store):
     """Blocks of `block_size` slots out of one pool, a block table a sequence (Kwon et al., 2023, arXiv:2309.06180).
 
-    Tokens are held as by `inner`, bit for bit: paging is memory management, not compression. What it gives is that a
-    sequence takes blocks as it grows and wastes less than one, and that sequences can share those of a common prefix
+    Tokens are held as by `inner`, bit for bit: paging manages memory and compresses nothing. A sequence takes blocks as
+    it grows and wastes less than one block, and sequences can share the blocks of a common prefix
     (`kvbench.cache.prefix`).
     """
 
@@ -87,8 +87,8 @@ class PagedStore(Store):
             raise UserError(f"block_size={self.block_size} slots for store=paged; type a whole number, as 16")
 
     @property
-    def fits_prompt(self) -> bool:
-        return self.inner.fits_prompt
+    def static_scales(self) -> bool:
+        return self.inner.static_scales
 
     def check(self, key_dim: int, value_dim: int) -> None:
         self.inner.check(key_dim, value_dim)
@@ -99,7 +99,7 @@ class PagedStore(Store):
         return PagedSlots(pool, Blocks(pool.blocks), shape.batch, each)
 
     def pool(self, shape: SlotShape, blocks: int) -> Pool:
-        """A pool for layers of that shape."""
+        """A pool of `blocks` blocks for layers of that shape."""
         return Pool(self.inner, shape, shape.kv_heads, blocks, self.block_size)
 
     def planned_bytes(self, shape: SlotShape) -> int:
@@ -111,7 +111,7 @@ class PagedStore(Store):
 class PagedSlots(Slots):
     """Sequences of one length, each with a table of blocks that hold the slots of all its KV heads.
 
-    table: int32 [B, 1, most blocks]; `held` says the same on the host, and no more than is taken.
+    table: int32 [B, 1, most blocks]. held: the same numbers on the host, of the taken blocks only.
     """
 
     def __init__(self, pool: Pool, blocks: Blocks, batch: int, most: int) -> None:
@@ -132,12 +132,11 @@ class PagedSlots(Slots):
         self.length += q
 
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write q tokens to the slots [B, Hkv, q], of blocks that nobody else holds."""
+        """Write q tokens to the slots [B, Hkv, q]; no other sequence may hold their blocks."""
         self.pool.write(self.pool.rows_of(self.table, slot), key, value)
 
     def _own(self, first: int, stop: int) -> None:
-        """Make the slots first .. stop - 1 this sequence's own: blocks that are missing are taken, and those that
-        others hold as well are copied."""
+        """Make the blocks of slots first .. stop - 1 this sequence's own: take missing ones, copy shared ones."""
         size = self.pool.block_size
         for row, held in enumerate(self.held):
             for i in range(first // size, blocks_for(stop, size)):
@@ -153,7 +152,7 @@ class PagedSlots(Slots):
                 self.table[row, 0, i] = held[i]
 
     def adopt(self, blocks: Sequence[int], length: int) -> None:
-        """Begin with `length` tokens in blocks that others hold already; one sequence, and empty."""
+        """Begin with `length` tokens in blocks that others hold; for one sequence without tokens."""
         if self.length or len(self.held) > 1 or len(blocks) != blocks_for(length, self.pool.block_size):
             raise ValueError(f"{len(blocks)} blocks for {length} tokens of {len(self.held)} sequences")
         for block in blocks:
@@ -163,18 +162,18 @@ class PagedSlots(Slots):
         self.length = length
 
     def give_back(self) -> None:
-        """Let go of all blocks; the slots are empty then."""
+        """Give back all blocks; no slot is written then."""
         for held in self.held:
             for block in held:
                 self.blocks.give_back(block)
             held.clear()
         self.length = 0
 
-    def turn_query(self, query: Tensor) -> Tensor:
-        return self.pool.slots.turn_query(query)
+    def transform_query(self, query: Tensor) -> Tensor:
+        return self.pool.slots.transform_query(query)
 
-    def turn_back(self, output: Tensor) -> Tensor:
-        return self.pool.slots.turn_back(output)
+    def restore_output(self, output: Tensor) -> Tensor:
+        return self.pool.slots.restore_output(output)
 
     @property
     def has_quantised(self) -> bool:
@@ -190,7 +189,7 @@ class PagedSlots(Slots):
         return CapturedPages(self)
 
     def own_next(self) -> None:
-        """Make the slot behind the last one this sequence's own, see `append`."""
+        """Make the block of the slot behind the last one this sequence's own."""
         self._own(self.length, self.length + 1)
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
@@ -199,7 +198,7 @@ class PagedSlots(Slots):
 
 
 class CapturedPages(CapturedSlots):
-    """The same, through the whole table: blocks are taken by the host, between steps, into a table that stays put."""
+    """The captured form of `PagedSlots`. The host takes blocks between steps and writes them to the same table."""
 
     def __init__(self, slots: PagedSlots) -> None:
         where = slots.table, None, slots.position.shape[-1]

@@ -1,66 +1,60 @@
-"""A layer whose KV heads keep different numbers of tokens: each holds blocks of one pool, as many as it needs."""
+"""A layer whose KV heads keep different numbers of tokens: each head holds as many blocks of one pool as it needs."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.cache.layer import CacheFull
+from kvbench.cache.counters import Counters
+from kvbench.cache.layer import ascending, free_slots, push
+from kvbench.cache.layer_base import EngineLayer
+from kvbench.cache.plan import LayerPlan
 from kvbench.cache.pool import Pool, blocks_for
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import EMPTY, NO_SCORES, KeepRule, lowest
-from kvbench.cache.store import Buffer, SlotShape, Store
-from kvbench.kernels import Kernel
+from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.selection import Selection
+from kvbench.cache.slots import Buffer
 from kvbench.kernels.parts import block_rows
 from kvbench.kernels.prefill import Scoring
 
 
-class RaggedLayer(CacheLayerMixin):
-    """What `SlotLayer` is where all heads keep equally many tokens, with a length for each row and head.
+class RaggedLayer(EngineLayer):
+    """A `SlotLayer` in which each batch row and head has a length of its own.
 
-    A forward of q tokens writes them, attends over everything kept plus itself, and then, where the budget is held,
-    every head gives up as many as it got: each holds the number of tokens that the prompt left it. Memory follows:
-    positions and scores lie in the rows of the pool as keys and values do.
+    A forward of q tokens writes them and attends over all kept tokens and itself. Then, where the layer evicts, every
+    head evicts q tokens: each keeps as many tokens as it kept of the prompt. Positions and scores lie in the rows of
+    the pool, as keys and values do. `counters` are those of the longest head.
 
-    table: int32 [B, Hkv, n], the blocks of each head. lengths: int64 [B, Hkv], slots written; `longest` of them.
-    position: int32 [rows of the pool], the token in each row. scores: float32 likewise, or None. free: int64
-    [B, Hkv, step], a stack of `n_free` slots given up and not yet reused. room: slots that every head has left.
+    table: int32 [B, Hkv, n], the blocks of each head. lengths: int64 [B, Hkv], slots written. position: int32 [rows of
+    the pool], the token in each row. scores: float32 [rows of the pool] or None. free: int64 [B, Hkv, step], a stack of
+    slots whose tokens were evicted and that are not reused yet; `counters.free` of them.
     """
 
-    is_sliding = False
-
-    def __init__(
-        self,
-        index: int,
-        pool: Pool,
-        table: Tensor,
-        lengths: Tensor,
-        rule: KeepRule,
-        budget: int | None,
-        room: int,
-        step: int,
-        seen: int,
-        kernel: Kernel,
-    ) -> None:
-        super().__init__()
-        self.index, self.pool, self.table, self.lengths = index, pool, table, lengths
-        self.rule, self.budget, self.room, self.step, self.seen, self.kernel = rule, budget, room, step, seen, kernel
-        self.longest, self.kept = int(lengths.max()), float(lengths.double().mean())
+    def __init__(self, plan: LayerPlan, pool: Pool, table: Tensor, lengths: Tensor, prompt: int) -> None:
+        longest = int(lengths.max())
+        super().__init__(Counters(longest + plan.room, plan.step, None if plan.evicts_to is None else longest))
+        self.counters.fill(longest, prompt)
+        self.plan, self.pool, self.table, self.lengths = plan, pool, table, lengths
+        self.index, self.rule, self.kernel = plan.index, plan.rule, plan.kernel
+        self.prompt_longest, self.prompt_kept = longest, float(lengths.double().mean())
         self.position = torch.full((pool.rows,), EMPTY, dtype=torch.int32, device=table.device)
         self.scores: Tensor | None = None
-        width = 0 if budget is None else step
-        self.free = torch.zeros(*lengths.shape, width, dtype=torch.int64, device=table.device)
-        self.n_free = 0
-        self.is_initialized = True
+        self.free = free_slots(lengths.shape, plan, table.device)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: blocks are allocated when the cache is built."""
+    @property
+    def evicts_to(self) -> int | None:
+        """Tokens kept between steps, the mean over heads; None where the layer never evicts."""
+        return self.plan.evicts_to
+
+    @property
+    def kept(self) -> float:
+        """Tokens held now, the mean over heads."""
+        return self.prompt_kept + (self.counters.kept - self.prompt_longest)
 
     @property
     def evicted(self) -> float:
-        """Tokens given up so far, the mean over heads."""
+        """Tokens evicted so far, the mean over heads."""
         return self.seen - self.kept
 
     @property
@@ -88,60 +82,47 @@ class RaggedLayer(CacheLayerMixin):
             self.scores[rows] = scores[kept]
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["RaggedLayer", Tensor]:
-        """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and hand on the layer itself.
+        """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and return the layer itself in place of keys.
 
         Raises CacheFull where they exceed what the cache was built for; nothing has changed then.
         """
-        q = key.shape[2]
+        q, start, top = key.shape[2], self.seen, self.counters.free
         self.check_room(q)
-        reused = min(q, self.n_free)
-        fresh = self.lengths.unsqueeze(-1) + torch.arange(q - reused, device=key.device)
-        slot = torch.cat([self.free[..., self.n_free - reused : self.n_free], fresh], dim=-1)
-        self.write(slot, key, value, torch.arange(self.seen, self.seen + q, dtype=torch.int32, device=key.device))
-        self.n_free -= reused
-        self.room -= q - reused
+        reused = self.counters.accept(q)
+        behind = self.lengths.unsqueeze(-1) + torch.arange(q - reused, device=key.device)
+        slot = torch.cat([self.free[..., top - reused : top], behind], dim=-1)
+        self.put(slot, torch.arange(start, start + q, dtype=torch.int32, device=key.device), key, value)
         self.lengths += q - reused
-        self.longest += q - reused
-        self.kept += q
-        self.seen += q
         return self, value
 
-    def write(self, slot: Tensor, key: Tensor, value: Tensor, position: Tensor) -> None:
-        """Put tokens of positions int32 [q] into the slots [B, Hkv, q]; nothing is counted."""
+    def put(self, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write tokens of positions int32 [q] to the slots [B, Hkv, q]; nothing is counted."""
         rows = self.pool.rows_of(self.table, slot)
         self.pool.write(rows, key, value)
         self.position.scatter_(0, rows.flatten(), position.expand(rows.shape).flatten())
         if self.scores is not None:
             new = self.scores.new_empty(rows.shape)
-            new[:] = self.rule.fresh_scores(key)
+            new[:] = self.rule.fresh_scores(key, value)
             self.scores.scatter_(0, rows.flatten(), new.flatten())
 
     def check_room(self, q: int) -> None:
         """Raise CacheFull unless q more tokens fit in one forward."""
-        if q > self.step:
-            raise CacheFull(f"{q} tokens in one forward, of at most {self.step}; build the cache with max_step={q}")
-        if q > self.n_free + self.room:
-            raise CacheFull(
-                f"the heads of layer {self.index} have room for {self.n_free + self.room} more tokens and got {q}; "
-                f"build the cache with a larger max_new_tokens"
-            )
+        self.counters.check_room(q, self.index)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction."""
-        output = self.attended(query, scoring, self._visible(query.shape[2]))
-        if self.budget is not None:
-            count = query.shape[2]
-            self.free[..., self.n_free : self.n_free + count] = self.given_up(count, self.seen - 1)
-            self.n_free += count
-            self.kept -= count
+        slots = self.counters.written
+        output = self.attended(query, scoring, slots, self._visible(query.shape[2]))
+        if count := self.counters.excess:
+            push(self.free, self.counters, self.victims(slots, self.seen - 1, count))
         return output
 
-    def attended(self, query: Tensor, scoring: Scoring, visible: Tensor | None) -> Tensor:
-        """The attention alone, and what it says about scores."""
+    def attended(self, query: Tensor, scoring: Scoring, slots: int, visible: Tensor | None) -> Tensor:
+        """The attention alone, over the first `slots` slots of each head; the rule's scores are updated."""
         reads = self.scores is not None and self.rule.reads_attention
-        where = self.table, self.lengths, self.longest
+        where = self.table, self.lengths, slots
         output, probabilities = self.kernel.attend(
-            self.pool.slots.turn_query(query),
+            self.pool.slots.transform_query(query),
             [self.pool.keys(*where)],
             [self.pool.values(*where)],
             scoring,
@@ -149,49 +130,50 @@ class RaggedLayer(CacheLayerMixin):
             want_probabilities=reads,
         )
         if reads and self.scores is not None and probabilities is not None:
-            rows, written = self._rows()
+            rows, written = self._rows(slots)
             scores = self.rule.updated_scores(self.scores[rows], probabilities)
-            # Slots that a head does not have share a row that is cut off again: which those are stays on the device.
+            # Slots that a head does not have go to an additional row that is cut off again: no copy to the host.
             target, padded = rows.where(written, self.pool.rows), pad(self.scores, (0, 1))
             padded.scatter_(0, target.flatten(), scores.to(torch.float32).flatten())
             self.scores.copy_(padded[:-1])
-        return self.pool.slots.turn_back(output)
+        return self.pool.slots.restore_output(output)
 
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        """The pool's row of each slot, int64 [B, Hkv, longest], and which slots have been written, bool likewise."""
-        rows = block_rows(self.table, self.pool.block_size)[..., : self.longest]
-        return rows, torch.arange(self.longest, device=rows.device) < self.lengths.unsqueeze(-1)
+    def _rows(self, slots: int) -> tuple[Tensor, Tensor]:
+        """The pool's row of each slot, int64 [B, Hkv, slots], and which slots have been written, bool likewise."""
+        rows = block_rows(self.table, self.pool.block_size)[..., :slots]
+        return rows, torch.arange(slots, device=rows.device) < self.lengths.unsqueeze(-1)
 
-    def positions(self) -> Tensor:
-        """The token in each slot, EMPTY where there is none: int32 [B, Hkv, longest]."""
-        rows, written = self._rows()
+    def positions(self, slots: int | None = None) -> Tensor:
+        """The token in each of the first slots (None: of the longest head's), EMPTY where there is none: int32
+        [B, Hkv, slots]."""
+        rows, written = self._rows(self.counters.written if slots is None else slots)
         return self.position[rows].masked_fill(~written, EMPTY)
 
     def _visible(self, q: int) -> Tensor | None:
         """Which slots each of the q newest tokens sees, [B, Hkv, q, longest]; None where all see all of a head."""
-        if q == 1 and self.n_free == 0:
+        if q == 1 and self.counters.free == 0:
             return None
         position = self.positions().unsqueeze(-2)
         newest = torch.arange(self.seen - q, self.seen, device=position.device).view(q, 1)
         return (position != EMPTY) & (position <= newest)
 
-    def given_up(self, count: int, newest: int) -> Tensor:
-        """The slots [B, Hkv, count] that every head gives up, emptied, `newest` being the newest token's position."""
-        assert self.budget is not None
-        rows, _ = self._rows()
-        position = self.positions()
+    def victims(self, slots: int, newest: int, count: int) -> Tensor:
+        """Empty the slots with the lowest priorities, `count` of each head, and return them: [B, Hkv, count].
+
+        slots: how many of each head's slots are looked at. newest: the newest token's position.
+        """
+        assert self.plan.budget is not None
+        rows, _ = self._rows(slots)
+        position = self.positions(slots)
         scores = NO_SCORES if self.scores is None else self.scores[rows]
-        worth = self.rule.priority(scores, position, newest, self.budget, self.index)
-        victims = lowest(worth, position, count)
-        self.position.scatter_(0, rows.gather(-1, victims).flatten(), EMPTY)
-        return victims
+        priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
+        found = lowest(priority, position, count)
+        self.position.scatter_(0, rows.gather(-1, found).flatten(), EMPTY)
+        return found
 
     def kept_positions(self) -> Tensor:
         """Positions of the kept tokens in ascending order, EMPTY behind a shorter head's: int64 [B, Hkv, longest]."""
-        never = torch.iinfo(torch.int32).max
-        position = self.positions()
-        ordered = position.masked_fill(position == EMPTY, never).sort(-1).values
-        return ordered.masked_fill(ordered == never, EMPTY).long()
+        return ascending(self.positions())
 
     def buffers(self) -> Iterator[Buffer]:
         """Every tensor that this layer holds."""
@@ -203,43 +185,14 @@ class RaggedLayer(CacheLayerMixin):
         if self.scores is not None:
             yield Buffer("scores", self.scores, kept / self.pool.rows)
 
-    def get_seq_length(self) -> int:
-        """Tokens seen, not kept: it drives the position of the next token."""
-        return self.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.longest + query_length, self.seen - self.longest
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-def ragged_layer(
-    record: LayerRecord,
-    rule: KeepRule,
-    store: Store,
-    budget: int,
-    kept: Tensor,
-    scores: Tensor | None,
-    max_new_tokens: int,
-    step: int,
-    kernel: Kernel,
-) -> RaggedLayer:
-    """The layer of a prompt of which each head keeps a number of tokens of its own.
-
-    Args:
-        budget: the mean over heads. kept: bool [B, Hkv, T], from `keep_best_of_heads`. scores: float32 [B, Hkv, T].
-    """
-    batch, heads, prompt, key_dim = record.key.shape
-    lengths = kept.sum(-1)
-    room = min(max_new_tokens, step) if rule.holds_budget else max_new_tokens
-    shape = SlotShape(batch, heads, key_dim, record.value.shape[-1], prompt, step, record.key.dtype, record.key.device)
-    table = consecutive_blocks(lengths + room)
-    pool = Pool(store, shape, heads=1, blocks=int(table.max()) + 1)
-    layer = RaggedLayer(
-        record.index, pool, table, lengths, rule, budget if rule.holds_budget else None, room, step, prompt, kernel
-    )
-    layer.fill(record.key, record.value, kept, scores if rule.holds_budget else None)
+def ragged_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> RaggedLayer:
+    """The layer of a prompt of which each head keeps a number of tokens of its own; copies from the record."""
+    lengths, prompt = selection.kept.sum(-1), record.key.shape[2]
+    table = consecutive_blocks(lengths + plan.room)
+    pool = Pool(plan.store, plan.shape(record, prompt), heads=1, blocks=int(table.max()) + 1)
+    layer = RaggedLayer(plan, pool, table, lengths, prompt)
+    layer.fill(record.key, record.value, selection.kept, None if plan.evicts_to is None else selection.scores)
     return layer
 
 

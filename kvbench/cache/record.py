@@ -1,4 +1,4 @@
-"""The record of one prefill: what every method's cache is built from."""
+"""The record of one prefill, from which every method's cache is built."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from kvbench.cache.counters import Counters
+from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.mla import Latents
 from kvbench.cache.observe import Observation
 from kvbench.cache.rotary import RotateBack
@@ -20,9 +22,9 @@ class LayerRecord:
     """One layer of a prefill.
 
     index: the layer, as the model counts. key [B, Hkv, T, D] and value [B, Hkv, T, Dv]: as the cache received them,
-    keys rotated. scoring: how the layer scores (scaling, softcap, window, sinks). observed: the asked-for quantities.
-    rotation: how the layer's rotary embedding is taken off again, where an observation needs that. home: where the
-    layer runs, if its tensors wait in the host's memory.
+    keys rotated. scoring: how the layer scores (scaling, softcap, window, sinks). observed: the observations that were
+    asked for. rotation: how the layer's rotary embedding is taken off, where an observation needs that. home: where the
+    layer runs, if its tensors are in the host's memory.
     """
 
     index: int
@@ -43,7 +45,7 @@ class LayerRecord:
         return self._moved(torch.device("cpu"), home=self.device)
 
     def at_home(self) -> "LayerRecord":
-        """The same where the layer runs: itself, unless it waits in the host's memory."""
+        """The record where the layer runs: itself, or a copy if it is in the host's memory."""
         return self if self.home is None else self._moved(self.home, home=None)
 
     def _moved(self, device: torch.device, home: torch.device | None) -> "LayerRecord":
@@ -55,7 +57,8 @@ class LayerRecord:
     @property
     def is_shared(self) -> bool:
         """Whether the value is the first channels of the key, as with latent attention."""
-        return self.key.data_ptr() == self.value.data_ptr()  # GPT-2's share a storage, and are two things in it
+        # By address: GPT-2's keys and values are different parts of one storage.
+        return self.key.data_ptr() == self.value.data_ptr()
 
     def turned_back(self, first: int, count: int) -> Tensor:
         """Keys times the transposed mean rotation over positions first .. first + count - 1: float32 [B, Hkv, T, D]."""
@@ -65,7 +68,7 @@ class LayerRecord:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers that a token of a row takes: with latent attention the value is a part of the key."""
+        """Numbers cached for a token of a row; with latent attention the value is a part of the key."""
         return self.key.shape[1] * (self.key.shape[-1] + (0 if self.is_shared else self.value.shape[-1]))
 
 
@@ -90,14 +93,12 @@ class PrefillRecord:
         return self.ids.shape[1]
 
 
-class RecordLayer(CacheLayerMixin):
-    """A cache layer that keeps a prompt's keys and values as they come, and attends exactly.
+class RecordLayer(EngineLayer):
+    """A cache layer that keeps a prompt's keys and values unchanged and attends exactly.
 
     latents: where the model has multi-head latent attention, what turns its latents into what is recorded.
     on_host: the record goes to the host's memory as soon as the layer has attended.
     """
-
-    is_sliding = False
 
     def __init__(
         self,
@@ -107,8 +108,9 @@ class RecordLayer(CacheLayerMixin):
         latents: Latents | None = None,
         on_host: bool = False,
     ) -> None:
-        super().__init__()
-        self.index, self.latents, self.on_host, self.seen = index, latents, on_host, 0
+        super().__init__(Counters())
+        self.is_initialized = False
+        self.index, self.latents, self.on_host = index, latents, on_host
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.rotation = rotation
@@ -120,20 +122,21 @@ class RecordLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["RecordLayer", Tensor]:
-        """Take a whole prompt, [B, Hkv, T, D] and [B, Hkv, T, Dv]."""
-        if self.is_initialized:
+        """Keep a whole prompt, [B, Hkv, T, D] and [B, Hkv, T, Dv]."""
+        if self.counters.seen:
             raise RuntimeError("a prefill record takes its prompt in one forward")
         if self.latents is not None:
-            key, value = self.latents.entries(key, value)
-        self.keys, self.values, self.seen, self.is_initialized = key, value, key.shape[2], True
+            key, value = self.latents.keys_and_values(key, value)
+        self.keys, self.values, self.is_initialized = key, value, True
+        self.counters.accept(key.shape[2])
         return self, value
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        """Exact causal attention, [B, Hq, T, Dv]; the observations are made, and timed, on the way."""
+        """Exact causal attention, [B, Hq, T, Dv]; the observations are computed and timed here."""
         if self.keys is None or self.values is None:
             raise RuntimeError("attention before update")
         record = LayerRecord(self.index, self.keys, self.values, scoring, rotation=self.rotation)
-        # A layer with a window of its own is bounded already and no rule decides there.
+        # No rule decides in a sliding-window layer, which is bounded already.
         for observation in self.wanted if scoring.window is None else ():
             started = clock(query.device)
             seen = query if self.latents is None else self.latents.absorb(query)
@@ -142,17 +145,8 @@ class RecordLayer(CacheLayerMixin):
         held = self.keys, self.values
         output = causal_attention(query, *(held if self.latents is None else self.latents.heads(*held)), scoring)
         self.record = record.on_host() if self.on_host else record
-        self.keys = self.values = None  # the record's alone
+        self.keys = self.values = None  # only the record holds them now
         return output
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def record_cache(
@@ -162,7 +156,7 @@ def record_cache(
     states: Sequence[StateLayer] = (),
     on_host: bool = False,
 ) -> Cache:
-    """A cache of `RecordLayer`s, one for each of `rotations`, but of `states` in their places."""
+    """A cache of one `RecordLayer` for each of `rotations`, with `states` at the indices of their layers."""
     wanted = tuple(dict.fromkeys(observations))
     ways: Sequence[Latents | None] = [None] * len(rotations) if latents is None else latents
     elsewhere = {state.index for state in states}
@@ -175,7 +169,7 @@ def record_cache(
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, after everything queued on the device is done."""
+    """Seconds on a clock, read when all work queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

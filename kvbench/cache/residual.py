@@ -1,13 +1,44 @@
 """Quantised rows with a full-precision residual behind them: KIVI's keys and values, on either axis."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.groups import Groups, planned_groups
-from kvbench.cache.store import Buffer, SlotShape
+from kvbench.cache.slots import Buffer, SlotShape
 from kvbench.kernels.parts import Dense, Part
+
+Number = TypeVar("Number", int, Tensor)
+"""A count on the host, or an integer tensor on the device."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When tokens leave a residual of `residual_length` tokens (R), and where in the residual a token stands.
+
+    ring: rows of a residual from which tokens leave one by one, the oldest first. None: R tokens leave together, and
+    the residual begins behind the quantised tokens. Counts may be numbers on the host or tensors on the device.
+    """
+
+    residual_length: int
+    ring: int | None = None
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are quantised together."""
+        return self.residual_length if self.ring is None else 1
+
+    def row(self, token: Number, quantised: Number) -> Number:
+        """The row of the residual where token number `token` stands, `quantised` tokens being quantised."""
+        return token - quantised if self.ring is None else token % self.ring
+
+    def is_due(self, length: int | Tensor, quantised: int | Tensor) -> bool | Tensor:
+        """Whether `unit` tokens have to be quantised, of `length` tokens of which `quantised` are already."""
+        held = length - quantised
+        return held >= self.residual_length if self.ring is None else held > self.residual_length
 
 
 class PerChannel:
@@ -16,11 +47,9 @@ class PerChannel:
     After `settle` the residual holds fewer than R tokens. length: tokens held, quantised or not.
     """
 
-    ring: int | None = None
-    """Rows of a residual that is a ring; this one is not."""
-
     def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
         self.residual_length, self.length = residual_length, 0
+        self.schedule = Schedule(residual_length)
         self.groups = Groups("token", bits, group_size, shape.slots // residual_length * residual_length, width, shape)
         self.residual = residual_rows(residual_length, width, shape)
 
@@ -33,27 +62,27 @@ class PerChannel:
 
     def append(self, rows: Tensor) -> None:
         """Write rows [B, Hkv, q, D] behind those held, in full precision."""
-        first = self.length - self.groups.length
+        first = self.schedule.row(self.length, self.groups.length)
         self.residual[:, :, first : first + rows.shape[2]] = rows
         self.length += rows.shape[2]
 
     def settle(self) -> None:
         """While the residual holds at least R tokens, quantise its oldest R."""
         r = self.residual_length
-        while self.length - self.groups.length >= r:
+        while self.block_is_due:
             self.groups.append(self.residual[:, :, :r])
             rest = self.length - self.groups.length
             self.residual[:, :, :rest] = self.residual[:, :, r : r + rest].clone()
 
     def whole(self) -> Sequence[Part]:
-        """All of both buffers, filled or not."""
+        """All of both buffers, written or not."""
         return [self.groups.whole(), Dense(self.residual)]
 
     def quantise_oldest(self, packed: Tensor) -> None:
-        """Nothing leaves this residual token by token."""
+        """Do nothing: no token leaves this residual by itself."""
 
     def quantise_block(self, packed: Tensor) -> None:
-        """Quantise the residual's R tokens behind those quantised, `packed` int32 [1] of them; on the device."""
+        """Quantise the residual's R tokens on the device; packed: int32 [1], tokens quantised before them."""
         size = self.groups.group_size
         blocks = torch.arange(self.residual_length // size, device=packed.device)
         self.groups.put(packed.long() // size + blocks, self.residual[:, :, : self.residual_length])
@@ -61,11 +90,16 @@ class PerChannel:
     @property
     def block_is_due(self) -> bool:
         """Whether the residual holds R tokens, on the host's count."""
-        return self.length - self.groups.length >= self.residual_length
+        return bool(self.schedule.is_due(self.length, self.groups.length))
 
     def count(self) -> None:
-        """On the host: a token has been written."""
+        """Count on the host a token that a captured step has written."""
         self.length += 1
+
+    def count_flush(self) -> None:
+        """Count on the host the R tokens that `quantise_block` has quantised, where they were due."""
+        if self.block_is_due:
+            self.groups.length += self.schedule.unit
 
     def parts(self) -> Sequence[Part]:
         rest = self.length - self.groups.length
@@ -92,6 +126,7 @@ class PerToken:
         self.residual_length, self.length = residual_length, 0
         self.groups = Groups("channel", bits, group_size, max(0, shape.slots - residual_length), width, shape)
         self.residual = residual_rows(residual_length, width, shape)
+        self.schedule = Schedule(residual_length, ring=self.residual.shape[2])
 
     def fill(self, rows: Tensor) -> None:
         """Take a prompt's rows [B, Hkv, n, D]."""
@@ -103,7 +138,7 @@ class PerToken:
     def append(self, rows: Tensor) -> None:
         """Write rows [B, Hkv, q, D] behind those held, in full precision."""
         size = self.residual.shape[2]
-        at = self.length % size
+        at = self.schedule.row(self.length, self.groups.length)
         head = min(rows.shape[2], size - at)
         self.residual[:, :, at : at + head] = rows[:, :, :head]
         self.residual[:, :, : rows.shape[2] - head] = rows[:, :, head:]
@@ -111,38 +146,37 @@ class PerToken:
 
     def settle(self) -> None:
         """Quantise all but the newest R tokens."""
-        while (leaving := self.length - self.residual_length - self.groups.length) > 0:
+        while self.schedule.is_due(self.length, self.groups.length):
             oldest = self._ring()[0]
+            leaving = self.length - self.groups.length - self.residual_length
             self.groups.append(oldest[:, :, : min(leaving, oldest.shape[2])])
 
-    @property
-    def ring(self) -> int:
-        """Rows of the residual."""
-        return self.residual.shape[2]
-
     def whole(self) -> Sequence[Part]:
-        """All of both buffers, filled or not."""
+        """All of both buffers, written or not."""
         return [self.groups.whole(), Dense(self.residual, is_ring=True)]
 
     def quantise_oldest(self, packed: Tensor) -> None:
-        """Quantise the token that leaves the ring behind those quantised, `packed` int32 [1] of them; on the device.
+        """Quantise on the device the token that leaves the ring; packed: int32 [1], tokens quantised before it.
 
-        Until the ring is full that is row 0, over and over: not counted as filled, nothing reads it.
+        While the ring is not full yet, this quantises row 0 again and again. No count includes it, so nothing reads it.
         """
         if self.groups.codes.shape[2]:
             leaving = packed.long()
-            self.groups.put(leaving, self.residual.index_select(2, leaving % self.ring))
+            self.groups.put(leaving, self.residual.index_select(2, self.schedule.row(leaving, leaving)))
 
     def quantise_block(self, packed: Tensor) -> None:
-        """Nothing is quantised in blocks."""
+        """Do nothing: no tokens are quantised in blocks."""
 
     block_is_due = False
 
     def count(self) -> None:
-        """On the host: a token has been written, and one has left the ring where it was full."""
+        """Count on the host a token that a captured step has written, and the token that left a full ring."""
         self.length += 1
-        if self.length - self.groups.length > self.residual_length:
-            self.groups.length += 1
+        if self.schedule.is_due(self.length, self.groups.length):
+            self.groups.length += self.schedule.unit
+
+    def count_flush(self) -> None:
+        """Do nothing: no tokens are quantised in blocks."""
 
     def parts(self) -> Sequence[Part]:
         return [*self.groups.parts(), *(Dense(rows) for rows in self._ring())]
@@ -150,7 +184,7 @@ class PerToken:
     def _ring(self) -> list[Tensor]:
         """The unquantised rows, oldest first: one slice of the ring, or two where it wraps."""
         size, held = self.residual.shape[2], self.length - self.groups.length
-        at = self.groups.length % size
+        at = self.schedule.row(self.groups.length, self.groups.length)
         head = min(held, size - at)
         slices = [self.residual[:, :, at : at + head], self.residual[:, :, : held - head]]
         return [rows for rows in slices if rows.shape[2]]

@@ -1,4 +1,4 @@
-"""Rotating back: positions inside the cache without touching a cached key, and queries as they were before."""
+"""Taking rotary embeddings off: queries at earlier positions, and keys before their rotation."""
 
 import inspect
 import sys
@@ -15,12 +15,12 @@ from kvbench.models.probe import Attended, probe, takes_positions
 from kvbench.models.shape import mla_layout
 
 UNMOVABLE = ("dynamic", "longrope")
-"""Frequencies that change with the length, so that a rotation cannot be taken back."""
+"""Kinds of frequencies that change with the length, so that a rotation cannot be taken off."""
 
 IN_CACHE = "positions inside the cache cannot be had; type variant=absolute to keep the original ones"
 BEFORE = "its queries before their rotation cannot be had; choose another method than expected_attention"
 BEFORE_KEYS = "its keys before their rotation cannot be had; choose another store than lowrank"
-"""What follows from a rotation that cannot be taken back, and what to type instead."""
+"""Ends of error lines: what is impossible where a rotation cannot be taken off, and what to type instead."""
 
 EXACT_ANGLES = 65_536
 """Beyond this many evicted tokens float32 angles are off by more than about 1e-2 rad."""
@@ -28,10 +28,10 @@ EXACT_ANGLES = 65_536
 
 @dataclass(frozen=True)
 class RotateBack:
-    """Takes e positions off an already rotated query, in the model's own pairing of channels.
+    """Moves a rotated query e positions back, in the model's own pairing of channels.
 
-    embed: the model's rotary module. apply: its modelling file's `apply_rotary_pos_emb`. layer_type: what the module
-    wants beside positions where its layers differ (Gemma 3), else None.
+    embed: the model's rotary module. apply: its modelling file's `apply_rotary_pos_emb`. layer_type: the
+    argument that the module takes beside positions where layers differ (Gemma 3), else None.
     """
 
     embed: nn.Module
@@ -79,9 +79,9 @@ class RotateBack:
 class KeyRotation:
     """Takes a layer's rotary embedding off keys and puts it on again, each key at a position of its own.
 
-    The model's own angles and pairing of channels; its attention scaling (yarn's) stays on the keys throughout, so one
-    undoes the other to the last bits, whatever the angles' precision. On a CPU angles are looked up in a table, unless
-    looks_up=False; elsewhere they are computed, for the table's length would have to be asked of the device.
+    The angles and the pairing of channels are the model's own. Its attention scaling (yarn's) stays on the keys, so
+    that putting on undoes taking off to the last bits. On a CPU angles are looked up in a table, unless looks_up=False;
+    elsewhere they are computed, since the table's length would have to be read from the device.
     """
 
     def __init__(self, rotate: RotateBack, looks_up: bool = True) -> None:
@@ -89,7 +89,7 @@ class KeyRotation:
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin, [positions, rotary_dim]
 
     def without_table(self) -> "KeyRotation":
-        """The same rotation, which asks no number of the device."""
+        """The same rotation without a table, which reads no number of the device on the host."""
         return KeyRotation(self.rotate, looks_up=False)
 
     def take_off(self, key: Tensor, position: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class KeyRotation:
 
 
 def _unscaled(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both without the attention scaling that they carry alike."""
+    """Cosines and sines without the attention scaling that both carry."""
     cos, sin = cos.to(dtype), sin.to(dtype)
     length = torch.hypot(cos, sin)
     return cos / length, sin / length
@@ -142,7 +142,7 @@ def key_rotations(model: nn.Module, layers: int) -> list[KeyRotation | None]:
 
 
 def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> RotateBack:
-    """The way to rotate queries of one layer back.
+    """How queries of one layer are rotated back.
 
     Raises UserError, ending in `instead`, for models whose positions are learned or whose frequencies depend on
     the length, and where the check below fails: rotating q at position 7 back by 3 must give q at position 4.

@@ -1,14 +1,17 @@
-"""Which tokens stay. A keep rule gives every slot a priority; the engine evicts the lowest."""
+"""Which tokens stay in the cache. A keep rule gives every slot a priority; the engine evicts the lowest priorities."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.observe import Observation
+from kvbench.cache.rule_settings import Whole, check_settings, protected_counts
+from kvbench.cache.rule_settings import is_whole as is_whole
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,39 +26,58 @@ KEEP = math.inf
 Budget = int | float | None
 
 NO_SCORES = torch.empty(0)
-"""What `priority` is given for scores where a rule keeps none."""
+"""What `priority` gets as scores from a rule that keeps no scores."""
 
 Decode = Literal["append", "evict"]
-"""Whether decode lets the cache grow behind a prompt that was cut, or holds the budget."""
+"""Whether decode lets the cache grow after the prompt was cut ("append"), or holds the budget ("evict")."""
 
 
 @dataclass(frozen=True)
 class KeepRule:
-    """Keeps everything, and is what the other rules refine.
+    """Keeps every token, and is the base class of the rules that evict.
 
-    `budget`: tokens kept between steps per KV head; an integer >= 1, or a share of the prompt strictly between 0 and
-    1, rounded up; None keeps all. `decode`: "evict" holds the budget after every step; "append" cuts the prompt only,
-    and the cache grows behind it. A rule overrides `priority`, and where its decision rests on scores also
-    `initial_scores`, with `observations`, `fresh_scores` and `updated_scores` as it needs them.
+    A rule that evicts by scores overrides `initial_scores` (scores of the prompt's tokens) and, as needed,
+    `observations`, `fresh_scores` and `updated_scores`. A rule that evicts by position overrides
+    `evictable_priority`. The base checks the settings and protects tokens: declare a setting with `whole` or `choice`
+    (`kvbench.cache.rule_settings`), and with `protects="first"` or `"last"` where it is a number of first or last
+    tokens that always stay.
+
+    Args:
+        budget: tokens kept between steps per KV head: an integer >= 1, or a share of the prompt strictly between 0
+            and 1, rounded up. None keeps all.
+        decode: "evict" holds the budget after every step; "append" cuts the prompt only, and the cache grows after it.
+        protect_first, protect_last: numbers of first and last tokens that are never evicted, whatever the rule says.
+            None: only the tokens that the rule itself protects.
+
+    Raises UserError for a setting that is not allowed, and for a budget below `smallest_budget`.
     """
 
     budget: Budget = None
     decode: Decode = "evict"
+    protect_first: int | None = field(default=None, kw_only=True, metadata={"setting": Whole(0, protects="first")})
+    protect_last: int | None = field(default=None, kw_only=True, metadata={"setting": Whole(0, protects="last")})
 
     needs_ids: ClassVar[bool] = False
-    """Keeps no keys at all and runs the whole prefix every step."""
+    """Whether the rule keeps no keys at all and runs the whole prefix every step."""
     needs_budget: ClassVar[bool] = True
     decodes: ClassVar[tuple[Decode, ...]] = ("evict", "append")
-    """What `decode` may be: a rule whose scores only a whole prompt can give has nothing to evict by later."""
+    """Allowed values of `decode`. A rule whose scores need the whole prompt cannot evict during decode."""
     reads_attention: ClassVar[bool] = False
-    """Whether `updated_scores` wants each step's probabilities."""
+    """Whether `updated_scores` needs each step's attention probabilities."""
     ragged_heads: ClassVar[bool] = False
     """Whether the heads of a layer may keep different numbers of tokens; see `head_tokens`."""
+    recent_half: ClassVar[bool] = False
+    """Whether half of the budget after the protected first tokens goes to the newest tokens, unless a setting gives
+    their number."""
+    pick: ClassVar[str | None] = None
+    """Name of the one evictable token that the smallest budget has room for; None: protected tokens suffice."""
 
     def __post_init__(self) -> None:
+        check_settings(self, self.name)
         if self.decode not in self.decodes:
             choices = " or ".join(f"decode={choice}" for choice in self.decodes)
             raise UserError(f"decode={self.decode} for {self.name}; type {choices} (append: the cache grows)")
+        self._check_protection()
         if self.budget is None:
             if self.needs_budget:
                 raise UserError(
@@ -71,23 +93,62 @@ class KeepRule:
                 f"({self.fixed_part}); type budget={self.smallest_budget} or more"
             )
 
+    def _check_protection(self) -> None:
+        """Raise UserError where `protect_first` or `protect_last` is set and the rule's own `priority` ignores it."""
+        if type(self).priority is KeepRule.priority:
+            return
+        for knob, count in (("protect_first", self.protect_first), ("protect_last", self.protect_last)):
+            if count:
+                raise UserError(
+                    f"{knob}={count} for {self.name}, which overrides `priority` and so protects no tokens for it; "
+                    f"leave {knob} out, or override `evictable_priority` instead"
+                )
+
     @property
     def name(self) -> str:
         return type(self).__name__
 
     @property
+    def keeps_scores(self) -> bool:
+        """Whether the rule decides by scores."""
+        return type(self).initial_scores is not KeepRule.initial_scores
+
+    @cached_property
+    def first_tokens(self) -> int:
+        """Number of first tokens that are never evicted."""
+        return max(protected_counts(self, "first").values(), default=0)
+
+    @cached_property
+    def _last_counts(self) -> dict[str, int]:
+        return protected_counts(self, "last")
+
+    def last_tokens(self, budget: int) -> int:
+        """Number of newest tokens that are never evicted at a budget in tokens: 1 or more."""
+        counts, half = self._last_counts, 0
+        if self.recent_half and not counts.keys() - {"protect_last"}:
+            half = (budget - self.first_tokens) // 2
+        return max(1, half, *counts.values())
+
+    def fixed_parts(self) -> list[tuple[int, str]]:
+        """The tokens that the rule cannot do without: numbers of tokens, each with its name."""
+        first, last = self.first_tokens, self.last_tokens(0)
+        parts = [(first, f"{first} sinks"), (last, "the newest token" if last == 1 else f"the {last} newest tokens")]
+        return [part for part in [*parts, (1, self.pick or "")] if part[0] and part[1]]
+
+    @property
     def smallest_budget(self) -> int:
-        """Tokens that the rule cannot do without."""
-        return 1
+        """Number of tokens that the rule cannot do without."""
+        return sum(count for count, _ in self.fixed_parts())
 
     @property
     def fixed_part(self) -> str:
-        """What `smallest_budget` is made of, in words."""
-        return "the newest token"
+        """The tokens that `smallest_budget` counts, in words."""
+        *others, last = (words for _, words in self.fixed_parts())
+        return f"{', '.join(others)} and {last}" if others else last
 
     @property
     def holds_budget(self) -> bool:
-        """Whether the budget is held during decode by evicting; else it cuts the prompt, and decode appends."""
+        """Whether decode evicts to hold the budget; else only the prompt is cut, and decode appends."""
         return self.decode == "evict"
 
     @property
@@ -98,7 +159,7 @@ class KeepRule:
     def tokens(self, prompt: int) -> int | None:
         """The budget in tokens for a prompt of that length; None keeps all.
 
-        Raises UserError where a share of this prompt is less than the rule's fixed part.
+        Raises UserError where a share of this prompt is below `smallest_budget`.
         """
         if self.budget is None:
             return None
@@ -114,15 +175,19 @@ class KeepRule:
         return tokens
 
     def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
-        """The budget of one layer; the same in all unless a rule moves budget between them.
+        """The budget of one layer in tokens; the same in all layers unless a rule moves budget between them.
 
-        layer: which of the `n_layers` layers that the rule applies to; those with a window of their own do not count.
+        layer: index among the `n_layers` layers that the rule applies to; sliding-window layers do not count.
         """
         return self.tokens(prompt)
 
     def head_tokens(self, priority: Tensor, budget: int) -> Tensor | None:
-        """How many of a prompt's tokens each head keeps, `budget` on average: int64 [B, Hkv] from priority [B, Hkv, T]
-        with T > budget; None: `budget` in all. No more than T, and no fewer than priorities of `KEEP`."""
+        """Numbers of prompt tokens that each head keeps: int64 [B, Hkv], with a mean of `budget`; None: all `budget`.
+
+        No head may keep more than T tokens, or fewer than it has priorities of `KEEP`.
+
+        priority: [B, Hkv, T] with T > budget.
+        """
         return None
 
     def observations(self) -> tuple[Observation, ...]:
@@ -133,8 +198,11 @@ class KeepRule:
         """Scores of the prompt's tokens, float32 [B, Hkv, T]; None where the rule keeps no scores."""
         return None
 
-    def fresh_scores(self, key: Tensor) -> Tensor | float:
-        """Scores of new tokens before any query has seen them: float32 [B, Hkv, q] from keys [B, Hkv, q, D], or 0."""
+    def fresh_scores(self, key: Tensor, value: Tensor) -> Tensor | float:
+        """Scores of new tokens before any query has attended to them: float32 [B, Hkv, q], or 0.
+
+        key: [B, Hkv, q, D]. value: [B, Hkv, q, Dv].
+        """
         return 0.0
 
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
@@ -142,25 +210,44 @@ class KeepRule:
         return scores
 
     def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        """How much each slot's token is worth keeping: float32 or float64 [B, Hkv, S]; `KEEP` is never evicted.
+        """Priority of each slot's token: `KEEP` for protected tokens, `evictable_priority` for the others.
+
+        Of equal priorities the older token is evicted first.
 
         Args:
-            scores: float32 [B, Hkv, S], or `NO_SCORES` where the rule has no `initial_scores`. position: [B, Hkv, S],
-                the token in each slot; EMPTY slots are excluded by the engine. newest: position of the newest token;
-                where a step is captured in a CUDA graph a number on the device (int64 []), so compute with it and do
-                not branch on it. budget: in tokens. layer: index.
+            scores: float32 [B, Hkv, S], or `NO_SCORES` where the rule has no `initial_scores`.
+            position: [B, Hkv, S], the position of the token in each slot; the engine excludes EMPTY slots.
+            newest: position of the newest token. In a CUDA graph it is a number on the device (int64 []), so compute
+                with it and do not branch on it.
+            budget: in tokens.
+            layer: index.
+
+        Returns:
+            float32 or float64 [B, Hkv, S].
         """
-        return position.to(torch.float64)
+        protected = position > newest - self.last_tokens(budget)
+        if self.first_tokens:
+            protected = protected | (position < self.first_tokens)
+        return torch.where(protected, KEEP, self.evictable_priority(scores, position, newest, budget, layer))
+
+    def evictable_priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
+        """Priority of tokens that are not protected: their score, or their position in a rule that keeps no scores.
+
+        Arguments as in `priority`; values for protected tokens are ignored. Raises UserError where scores are missing.
+        """
+        if not self.keeps_scores:
+            return position.to(torch.float64)
+        if scores.shape[-1:] != position.shape[-1:]:
+            raise UserError(
+                f"{self.name} evicts by scores and got {tuple(scores.shape)} for {tuple(position.shape)} slots; "
+                "return float32 scores [B, Hkv, T] from `initial_scores` for every layer"
+            )
+        return scores
 
 
 @dataclass(frozen=True)
 class SlidingWindow(KeepRule):
-    """The last `budget` tokens: what a model's own sliding-window layer needs between steps."""
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a knob's value is an integer; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Keeps the last `budget` tokens: all that a model's own sliding-window layer needs between steps."""
 
 
 def check_budget(budget: object) -> None:
@@ -176,27 +263,33 @@ def check_budget(budget: object) -> None:
 def keep_best(priority: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest priorities of a prompt, in order of position: [B, Hkv, count].
 
-    Ties give up the older token: the sort is stable, so of equals the earlier ones come first and are cut.
+    Of equal priorities the older tokens are cut: the sort is stable, so they come first.
     """
     order = priority.sort(dim=-1, stable=True).indices
     return order[..., priority.shape[-1] - count :].sort(-1).values
 
 
 def keep_best_of_heads(priority: Tensor, count: Tensor) -> Tensor:
-    """The highest priorities of each head, count [B, Hkv] of them: bool [B, Hkv, T]. Ties as in `keep_best`."""
+    """Which tokens have the highest priorities of their head: bool [B, Hkv, T]. Ties as in `keep_best`.
+
+    count: number of tokens of each head, [B, Hkv].
+    """
     rank = priority.sort(dim=-1, stable=True).indices.argsort(-1)
     return rank >= priority.shape[-1] - count.unsqueeze(-1)
 
 
 def lowest(priority: Tensor, position: Tensor, count: int) -> Tensor:
-    """Slots of the `count` lowest priorities among occupied slots: [B, Hkv, count]. Ties give up the older token."""
+    """Slots of the `count` lowest priorities among occupied slots: [B, Hkv, count].
+
+    Of equal priorities the older token is evicted.
+    """
     never = torch.iinfo(position.dtype).max
-    worth = priority.masked_fill(position == EMPTY, KEEP)
+    remaining = priority.masked_fill(position == EMPTY, KEEP)
     victims = []
     for _ in range(count):
-        is_lowest = worth == worth.amin(-1, keepdim=True)
+        is_lowest = remaining == remaining.amin(-1, keepdim=True)
         victim = position.masked_fill(~is_lowest | (position == EMPTY), never).argmin(-1, keepdim=True)
         victims.append(victim)
-        worth = worth.scatter(-1, victim, KEEP)
+        remaining = remaining.scatter(-1, victim, KEEP)
         position = position.scatter(-1, victim, EMPTY)
     return torch.cat(victims, -1)

@@ -1,4 +1,4 @@
-"""What a method's cache will take, by formula: from a model's config, without weights and without allocating."""
+"""Bytes of a method's cache by formula: from a model's config, without weights and without allocating."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,17 @@ from typing import cast
 
 import torch
 
-from kvbench.cache.build import Method
+from kvbench.cache.method import Method
 from kvbench.cache.mla import Latents, LatentStore
+from kvbench.cache.plan import slots_needed
 from kvbench.cache.rule import KeepRule, SlidingWindow
-from kvbench.cache.store import DenseStore, SlotShape, Store
+from kvbench.cache.slots import SlotShape
+from kvbench.cache.store import DenseStore, Store
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A model's layers, as a cache sees them.
+    """The facts about a model's layers that decide the size of a cache.
 
     kv_heads; key_dim, value_dim: numbers a head; windows: of each layer with keys and values the model's own, None
     where it has none. latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers
@@ -33,7 +35,7 @@ class Planned:
 
     @property
     def numbers(self) -> int:
-        """Cached of a token, a layer and a head."""
+        """Numbers that are cached for a token, in a layer and a head."""
         return self.key_dim if self.latent else self.key_dim + self.value_dim
 
     def full_bytes(self, batch: int, tokens: int) -> int:
@@ -46,11 +48,12 @@ class Planned:
 def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:
     """Bytes that the cache of `prompt` tokens with room for `new_tokens` more allocates, fed one at a time.
 
-    Slots of the store, positions, scores and the slots given up, layer by layer. AdaKV's heads, which hold whole
-    blocks of a pool, are taken to hold equally many tokens. Raises UserError where the budget does not fit the prompt,
-    TypeError where a store does not know its size.
+    Slots of the store, positions, scores and the stack of free slots, layer by layer. AdaKV's heads, which hold whole
+    blocks of a pool, are counted as holding equally many tokens.
+
+    Raises UserError where the budget does not fit the prompt, TypeError where a store does not know its size.
     """
-    if method.rule.needs_ids:
+    if method.recomputes:
         return 0
     total = batch * model.state_bytes
     depth, layers = 0, list(model.windows).count(None)  # of those that the method applies to
@@ -70,9 +73,7 @@ def _layer_bytes(
 ) -> int:
     evicts = budget is not None and rule.holds_budget
     kept = prompt if budget is None else min(budget, prompt)
-    slots = kept + new_tokens
-    if budget is not None and evicts:
-        slots = min(slots, budget + 1)
+    slots = slots_needed(kept, budget if evicts else None, new_tokens)
     shape = SlotShape(batch, model.kv_heads, model.key_dim, model.value_dim, slots, 1, model.dtype, torch.device("cpu"))
     heads = batch * model.kv_heads
     positions = 4 * slots * (1 if budget is None else heads) + (8 * heads if evicts else 0)

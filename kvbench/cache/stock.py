@@ -12,12 +12,15 @@ from typing import Any, ClassVar, Literal
 
 import transformers
 from torch import Tensor
-from transformers import cache_utils
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
 
-from kvbench.cache.record import PrefillRecord
+from kvbench.cache.decode_cache import DecodeCache
+from kvbench.cache.forward import forward
+from kvbench.cache.record import PrefillRecord, clock
+from kvbench.cache.slots import Buffer, SlotShape
 from kvbench.cache.state import in_model_order
-from kvbench.cache.store import Buffer, SlotShape, Store
+from kvbench.cache.store import Store
 from kvbench.errors import UserError
 
 BACKENDS = {
@@ -64,7 +67,7 @@ class StockStore(Store):
             raise UserError(f"transformers {transformers.__version__} has no {self.backend} cache; a newer one has")
 
     @property
-    def fits_prompt(self) -> bool:
+    def static_scales(self) -> bool:
         return self.backend == "fp8"
 
     def layer(self) -> Any:
@@ -91,11 +94,10 @@ class StockStore(Store):
         return coded * self.bits // 8 + pairs + numbers * newest * shape.dtype.itemsize
 
 
-class StockCache(Cache):
-    """One stock layer a decoder layer, ready to decode after its prompt; the attributes are `KVCache`'s."""
+class StockCache(DecodeCache, Cache):
+    """One stock layer for each layer with keys and values, ready to decode after its prompt."""
 
-    kernel_name = "sdpa"
-    has_compressed = True
+    not_captured = "transformers' own cache grows, and a graph wants memory that stays"
 
     def __init__(self, store: StockStore, record: PrefillRecord) -> None:
         layers = [store.layer() for _ in record.layers]
@@ -109,17 +111,24 @@ class StockCache(Cache):
         self.attention_layers, self.states = layers, states
         self.last_logits = record.logits.clone()
         self.prompt_tokens = self.positions_processed = record.prompt_tokens
-        self.compress_ms = 0.0
+
+    @property
+    def seen(self) -> int:
+        return int(self.get_seq_length())
 
     @property
     def kept_tokens(self) -> float:
-        return float(self.get_seq_length())
+        return float(self.seen)
 
-    def check_room(self, ids: Tensor) -> None:
-        """Raise UserError unless ids [B, q] continue this batch. There is always room: it grows by concatenation."""
-        batch = self.last_logits.shape[0]
-        if ids.shape[0] != batch:
-            raise UserError(f"ids has {ids.shape[0]} rows and the cache {batch}; give one row for each prompt")
+    @property
+    def has_compressed(self) -> bool:
+        return True
+
+    def run(self, model: PreTrainedModel, ids: Tensor, logits_to_keep: int) -> Tensor:
+        """Feed ids [B, q]. There is always room: a stock cache grows by concatenation."""
+        logits = forward(model, ids, self, logits_to_keep)
+        self.positions_processed += ids.shape[1]
+        return logits
 
     def buffers(self) -> Iterator[Buffer]:
         """Every tensor that the layers hold: narrow ones are codes, those beside them scales."""
@@ -130,6 +139,16 @@ class StockCache(Cache):
                 for tensor in tensors_in(held):
                     part = "residual" if name in ("keys", "values") else "scales"
                     yield Buffer("codes" if tensor.element_size() == 1 else part, tensor, 1.0)
+
+
+def stock_cache(store: Store, record: PrefillRecord) -> StockCache:
+    """The stock cache of the record's prompts, and how long it took to build; copies from the record."""
+    if not isinstance(store, StockStore):
+        raise TypeError(f"{type(store).__name__} brings no cache of transformers'")
+    started = clock(record.ids.device)
+    cache = StockCache(store, record)
+    cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
+    return cache
 
 
 def tensors_in(held: Any) -> Iterator[Tensor]:

@@ -5,31 +5,27 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
-import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.main import check_override
-from kvbench.cli.messages import names, one_line
-from kvbench.config import MethodConfig, entry_overrides, method_config
+from kvbench.check.subjects import calibrated, entries_of, fitting, subject_of, unquantised
+from kvbench.cli.words import check_override
+from kvbench.config import ConfigSources, take_sources
+from kvbench.config.error_lines import check_root, one_line
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
-from kvbench.models.shape import mla_layout
 from kvbench.sweep.plan import node_of
 
 if TYPE_CHECKING:
     from kvbench.check.identities import Subject, Trial, Verdict
     from kvbench.models.load import LoadedModel
 
-BUDGETS, PROMPT, STEPS = (96, 288), 182, 12
-"""Budgets for methods that are given none (the first that the rule takes), tokens of prompt (more where a budget is
-larger), and steps after it: enough for a KIVI block of 32 keys to be quantised on the way."""
+PROMPT, STEPS = 182, 12
+"""Tokens of prompt (more where a budget is larger), and steps after it: enough for a KIVI block of 32 keys to be
+quantised on the way."""
 
 USAGE = """python -m kvbench.check [all] [KEY=VALUE ...]: identities that must hold on this machine, pass or fail
 
@@ -48,44 +44,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(word in ("-h", "--help", "help") for word in words):
         print(USAGE)
         return 0
+    sources = BUILT_IN
     try:
-        settings = [word for word in words if word != "all"]
+        sources, rest = take_sources(words)
+        settings = [word for word in rest if word != "all"]
         for word in settings:
-            check_override(word)
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            return check(settings, everything="all" in words)
+            check_override(word, sources)
+        return check(settings, sources, everything="all" in rest)
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench: {one_line(error)}", file=sys.stderr)
+        print(f"kvbench: {one_line(error, sources)}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-def check(words: list[str], everything: bool = False) -> int:
+def check(words: list[str], sources: ConfigSources, everything: bool = False) -> int:
     """Run every identity of the model and methods that the words name; everything: of all methods and stores."""
-    config = compose("config", words)
+    config = sources.composed(words)
+    check_root(config, sources)
     from kvbench.checks import check_switches
 
     check_switches(config)
-    subjects = [subject_of(entry) for entry in entries_of(config, words, everything)]
-    started, failed, n, kernel = time.perf_counter(), 0, 0, ""
-    for i, (trial, tried) in enumerate(trials(config, subjects)):
-        for verdict in verdicts(trial, tried, with_model=i == 0):
+    subjects = [subject_of(entry, sources) for entry in entries_of(config, words, sources, everything)]
+    loaded = load(config)
+    from kvbench.gate import gate
+
+    print(f"pass  {'full':<16} {gate(loaded, str(config.kernel)).line}", flush=True)
+    started, failed, n, kernel = time.perf_counter(), 0, 1, ""
+    fits, refused = fitting(subjects, loaded)
+    for label, reason in refused.items():
+        print(f"skip  {label:<16} {reason}", flush=True)
+    for i, (trial, tried) in enumerate(trials(config, loaded, fits)):
+        for verdict in verdicts(trial, loaded, tried, with_model=i == 0):
             print(line(verdict), flush=True)
             failed, n, kernel = failed + (not verdict.passed), n + 1, trial.kernel_name
     took = f"in {time.perf_counter() - started:.0f} s on kernel {kernel}"
-    print(f"all {n} hold, {took}" if not failed else f"{failed} of {n} DO NOT HOLD, {took}")
+    skipped = f"; {len(refused)} do not fit {loaded.name} and were skipped" if refused else ""
+    print(f"all {n} hold, {took}{skipped}" if not failed else f"{failed} of {n} DO NOT HOLD, {took}{skipped}")
     return EXIT_SOME_FAILED if failed else 0
 
 
-def verdicts(trial: Trial, subjects: list[Subject], with_model: bool = True) -> Iterator[Verdict]:
+def load(config: DictConfig) -> LoadedModel:
+    """The model. Raises UserError for what is missing, damaged or unsupported."""
+    from kvbench.models.checkpoint import model_spec
+    from kvbench.models.load import load_model
+
+    return load_model(model_spec(node_of(config, "model")))
+
+
+def verdicts(trial: Trial, loaded: LoadedModel, subjects: list[Subject], with_model: bool) -> Iterator[Verdict]:
     """The model's identities, then each method's."""
     from kvbench.check.identities import method_identities, model_identities
 
     full = subject_of(["method=full", "store=dense"]).make(None)
     if with_model:
-        everything = (trial.prompts.shape[1] + trial.steps) // 32 * 32 + 32
-        unquantised = subject_of(["method=kivi", "group=32", f"residual={everything}"]).make(None)
-        has_heads = mla_layout(trial.model.config) in (None, "expand")
-        yield from model_identities(trial, full, unquantised if has_heads else None)
+        yield from model_identities(trial, full, unquantised(loaded, trial.prompts.shape[1] + trial.steps))
     for subject in subjects:
         yield from method_identities(trial, subject, full)
 
@@ -95,77 +106,15 @@ def prompt_for(subject: Subject) -> int:
     return max(PROMPT, 2 * (subject.make(None).rule.tokens(PROMPT) or 0))
 
 
-def entries_of(config: DictConfig, words: list[str], everything: bool = False) -> Iterator[list[str]]:
-    """The overrides of each method to check: those that the words name, else those of conf/check.yaml, or every method
-    and full in every store."""
-    keys = [word.split("=")[0] for word in words]
-    common = [word for word in words if word.split("=")[0] not in ("compare", "method", "store")]
-    if config.compare is not None:
-        if "method" in keys or "store" in keys:
-            raise UserError("compare=... with method= or store= is ambiguous; put both into the list, as h2o+int4")
-        entries = [entry_overrides(str(entry)) for entry in config.compare]
-    elif "method" in keys or "store" in keys:
-        entries = [[word for word in words if word.split("=")[0] in ("method", "store")]]
-    elif not everything:
-        entries = [entry_overrides(entry) for entry in default_entries()]
-    else:
-        # What transformers brings (hf_) is here to be measured; what it promises is not ours to check.
-        entries = [[f"method={name}"] for name in names("method") if not name.startswith("hf_")]
-        entries += [["method=full", f"store={name}"] for name in names("store") if not name.startswith(("kivi", "hf_"))]
-    for entry in entries:
-        overrides = [*common, *entry]
-        yield [*overrides, *(default_budget(overrides) if wants_budget(overrides) else [])]
-
-
-def default_entries() -> list[str]:
-    """As `compare` takes them."""
-    return [str(entry) for entry in yaml.safe_load(resources.files("kvbench.conf").joinpath("check.yaml").read_text())]
-
-
-def default_budget(overrides: list[str]) -> list[str]:
-    """The smaller of BUDGETS that the method takes."""
-    try:
-        subject_of(overrides).make(BUDGETS[0])
-    except (UserError, HydraException):
-        return [f"budget={BUDGETS[1]}"]
-    return [f"budget={BUDGETS[0]}"]
-
-
-def wants_budget(overrides: list[str]) -> bool:
-    """Whether the method reads a budget, and none is given."""
-    config = compose("config", overrides)
-    return config.budget is None and "${budget}" in str(OmegaConf.to_container(config.method, resolve=False))
-
-
-def subject_of(overrides: list[str]) -> Subject:
-    """The method of the overrides, which can be built again and again."""
-    from kvbench.check.identities import Subject
-    from kvbench.method_runs import instantiate
-
-    @cache  # a config takes longer to compose than some identities to check
-    def composed(budget: int | None) -> MethodConfig:
-        return method_config(compose("config", [*overrides, *([] if budget is None else [f"budget={budget}"])]))
-
-    return Subject(composed(None).label, lambda budget: instantiate(composed(budget)))
-
-
-def calibrated(subject: Subject, loaded: LoadedModel) -> Subject:
-    """The subject with a store that has seen what it has to see of the model."""
-    from kvbench.cache.calibrate import calibrate
-
-    return replace(subject, make=lambda budget: calibrate(subject.make(budget), loaded))
-
-
-def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial, list[Subject]]]:
-    """Load the model; a trial for every length of prompt, with the methods to try there.
+def trials(config: DictConfig, loaded: LoadedModel, subjects: list[Subject]) -> Iterator[tuple[Trial, list[Subject]]]:
+    """A trial for every length of prompt, with the methods to try there.
 
     Raises UserError where the text or the model's positions do not suffice.
     """
     from kvbench.check.identities import Trial
-    from kvbench.models.load import load_model, model_spec
     from kvbench.texts.load import load_text, tokenize
 
-    loaded, text = load_model(model_spec(node_of(config, "model"))), load_text(node_of(config, "data"))
+    text = load_text(node_of(config, "data"))
     tokens = tokenize(text, loaded.tokenizer, loaded.vocab_size)
     room = min(loaded.max_positions or len(tokens), len(tokens) // 2) - STEPS
     at_length: dict[int, list[Subject]] = {}
@@ -184,7 +133,7 @@ def trials(config: DictConfig, subjects: list[Subject]) -> Iterator[tuple[Trial,
 
 
 def line(verdict: Verdict) -> str:
-    """`pass  h2o  a batch equals its rows alone  KL 2e-09 (at most 1e-03)`."""
+    """`pass  h2o  evicting equals masking the whole history  KL 2e-07 (at most 1e-05)`."""
     word = "pass" if verdict.passed else "FAIL"
     measured = ""
     if verdict.distance is not None:

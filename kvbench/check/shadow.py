@@ -44,7 +44,7 @@ class ShadowLayer(CacheLayerMixin):
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["ShadowLayer", Tensor]:
         """Take the tokens of a forward, [B, Hkv, q, D] and [B, Hkv, q, Dv]."""
         if (latents := self.latents) is not None:
-            key, value = latents.entries(key, value)
+            key, value = latents.keys_and_values(key, value)
         self.keys = torch.cat([self.keys, key], dim=2)
         self.values = torch.cat([self.values, value], dim=2)
         return self, value

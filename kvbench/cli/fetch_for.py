@@ -1,4 +1,4 @@
-"""`python -m kvbench.fetch --for "OVERRIDES"`: bring every model and text that a command or a sweep names.
+"""`python -m kvbench.fetch --for "OVERRIDES"`: download every model and text that a command or a sweep names.
 
 For nodes without a network: run it where there is one, with the caches (`KVBENCH_CACHE`, `HF_HOME`) on a disk that the
 nodes see.
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.fetch import fetch
-from kvbench.cli.messages import one_line
+from kvbench.cli.downloads import fetch
+from kvbench.config import take_sources
+from kvbench.config.error_lines import user_error
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
 from kvbench.models.checkpoint import ModelSpec, local_path, model_spec
@@ -24,11 +24,11 @@ from kvbench.sweep.plan import expand, node_of
 from kvbench.texts.load import DataSpec, data_spec, load_text
 
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*", "onnx/*")
-"""What a hub repository often holds beside its safetensors, and nobody loads."""
+"""Weights in other formats, which are not downloaded where a repository has safetensors."""
 
 
 def fetch_for(overrides: str, accept_license: bool = False) -> Iterator[str]:
-    """Fetch what the overrides of a command name; one line for each thing, as it is there.
+    """Download what the overrides of a command name; yields one line for each model and text when it is complete.
 
     Raises UserError and Hydra's errors for overrides that cannot be used, UserError for what cannot be fetched.
     """
@@ -46,18 +46,18 @@ def fetch_for(overrides: str, accept_license: bool = False) -> Iterator[str]:
 
 def nodes_of(overrides: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The `model` and `data` nodes of each job of the overrides, as typed behind `python -m kvbench [-m]`."""
-    words = [word for word in shlex.split(overrides) if not word.startswith(("-", "sweep.pack="))]
+    sources, words = take_sources(shlex.split(overrides))
+    settings = [word for word in words if not word.startswith(("-", "sweep.pack="))]
     try:
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            configs = [compose("config", job) for job in expand(words)]
+        configs = [sources.composed(job) for job in expand(settings, sources)]
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(one_line(error)) from error
+        raise user_error(error, sources) from error
     for config in configs:
         yield node_of(config, "model"), node_of(config, "data")
 
 
 def fetch_model(spec: ModelSpec, accept_license: bool = False) -> str:
-    """Bring a model; where it lies, in one line."""
+    """Download a model; one line that says where it lies."""
     if spec.random:
         return f"{spec.name}: random weights, nothing to fetch"
     if spec.id is None:
@@ -78,7 +78,7 @@ def fetch_model(spec: ModelSpec, accept_license: bool = False) -> str:
 
 
 def fetch_text(spec: DataSpec, node: Mapping[str, Any]) -> str:
-    """Bring a text; what it is, in one line."""
+    """Download a text; one line that says what it is."""
     if spec.random_tokens is not None:
         return f"{spec.name}: random tokens, nothing to fetch"
     if spec.fetched is not None and spec.id is None and spec.path is None:

@@ -13,29 +13,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.messages import help_text, names, one_line, root_settings, several, unknown_key
+from kvbench.cli.help_text import help_text
 from kvbench.cli.status import describe
-from kvbench.config import GROUPS, check_measures, method_configs
+from kvbench.cli.words import check_words, sweep_words, without_pack
+from kvbench.config import ConfigSources, chosen_measures, method_configs, take_sources
+from kvbench.config.composing import ROOT
+from kvbench.config.error_lines import check_root, one_line
+from kvbench.config.sources import BUILT_IN, PACKAGE
 from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError
-from kvbench.sweep.plan import check_hydra_folders, is_setting, job_of, launcher_of, plan_sweep
+from kvbench.sweep.plan import check_hydra_folders, job_of, launcher_of, plan_sweep
 from kvbench.sweep.plan_files import LAUNCHER, Sweep, job_record
 from kvbench.sweep.signals import Terminated
 from kvbench.sweep.survey import survey
 from kvbench.sweep.watch import until_idle, wait_for_jobs
-
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-FLAGS = {
-    "-m": (),
-    "--multirun": (),
-    "--resolve": (),
-    "-c": ("job", "hydra", "all"),
-    "--cfg": ("job", "hydra", "all"),
-    "-i": INFO,
-    "--info": INFO,
-}
-"""Hydra's flags that mean something here, and the values they take."""
-
-PACKS = ("methods", "none")
 
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
@@ -43,20 +33,22 @@ EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 all measured, 1 a fault, 2 unusable input, 3 some cells failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if any(word in ("-h", "--help", "help", "--hydra-help") for word in arguments):
-        print(help_text())
-        return 0
     codes: list[int] = []
+    sources = BUILT_IN
     try:
-        arguments = check_words(arguments)
-        check_hydra_folders(arguments)
-        if "-m" in arguments or "--multirun" in arguments:
-            return run_sweep(arguments)
-        if launcher := launcher_of(arguments):
+        sources, words = take_sources(arguments)
+        if any(word in ("-h", "--help", "help", "--hydra-help") for word in words):
+            print(help_text(sources))
+            return 0
+        words = check_words(words, sources)
+        check_hydra_folders(words)
+        if "-m" in words or "--multirun" in words:
+            return run_sweep(words, sources)
+        if launcher := launcher_of(words):
             raise UserError(f"hydra/launcher={launcher} launches the jobs of a sweep; type -m before the settings")
-        run_hydra(without_pack(arguments), codes)
+        run_hydra(without_pack(words), sources, codes)
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench: {one_line(error)}", file=sys.stderr)
+        print(f"kvbench: {one_line(error, sources)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except Terminated:
         return EXIT_TERMINATED
@@ -65,25 +57,25 @@ def main(arguments: list[str] | None = None) -> int:
     return max(codes, default=0)
 
 
-def run_sweep(arguments: list[str]) -> int:
-    """Plan the sweep, run it, and tell from the run folders, not from the launcher, what became of it."""
-    words, launcher = sweep_words(arguments), launcher_of(arguments)
+def run_sweep(arguments: list[str], sources: ConfigSources) -> int:
+    """Plan the sweep and run it; the run folders, not the launcher, tell what became of each job."""
+    words, launcher = sweep_words(arguments, sources), launcher_of(arguments)
     codes: list[int] = []
     with tempfile.TemporaryDirectory() as scratch:
         if any(word.split("=")[0] in ("-c", "--cfg", "-i", "--info") for word in words):
-            run_hydra(words, codes)
+            run_hydra(words, sources, codes)
             return 0
-        sweep = plan_sweep(words, ["python", *sys.orig_argv[1:]])
+        sweep = plan_sweep(words, sources, ["python", *sys.orig_argv[1:]])
         if not any(word.startswith("hydra.sweep.dir=") for word in words):
             words.append(f"hydra.sweep.dir='{sweep.folder / LAUNCHER if launcher else scratch}'")
         print(f"sweep: {sweep.folder}\nprogress: python -m kvbench.status {shlex.quote(str(sweep.folder))}", flush=True)
         try:
             with until_idle(sweep) if launcher else nullcontext():
-                run_hydra(words, codes, sweep)
+                run_hydra(words, sources, codes, sweep)
         except (UserError, HydraException, OmegaConfBaseException):
             raise
         except Exception as error:  # a launcher may give up at the first job that was killed, while others go on
-            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            reason = f"{type(error).__name__}: {one_line(error, sources)[:200]}"
             print(f"kvbench: the launcher ended early ({reason})", file=sys.stderr)
             wait_for_jobs(sweep)
         except KeyboardInterrupt:
@@ -104,23 +96,23 @@ def run_sweep(arguments: list[str]) -> int:
     return EXIT_SOME_FAILED if not found.complete else EXIT_USER_ERROR if found.refused else 0
 
 
-def run_hydra(words: list[str], codes: list[int], sweep: Sweep | None = None) -> None:
-    """Compose the config and run each job; `codes` collects what each came to in this process.
+def run_hydra(words: list[str], sources: ConfigSources, codes: list[int], sweep: Sweep | None = None) -> None:
+    """Compose the config and run each job; `codes` collects the exit code of each job in this process.
 
-    A job raises nothing but an interrupt: whatever ends it must not end a sweep, and Hydra would print its own lines
-    around the error.
+    A job raises nothing but an interrupt: an error of one job must not end a sweep, and Hydra would print its own
+    lines around it.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    sources.register()
 
-    @hydra.main(version_base="1.3", config_path="pkg://kvbench.conf", config_name="config")
+    @hydra.main(version_base="1.3", config_path=f"pkg://{PACKAGE}", config_name=ROOT)
     def task(config: DictConfig) -> None:
-        given = HydraConfig.get().overrides
-        searched = [word for word in given.hydra if is_setting(word)]
-        with job_record(sweep, given.task) as outcome:
+        given = HydraConfig.get().overrides.task
+        with job_record(sweep, given) as outcome:
             try:
-                outcome["code"] = run_task(config, [*searched, *given.task], sweep)
+                outcome["code"] = run_task(config, [*sources.words, *given], sweep)
             except (UserError, HydraException, OmegaConfBaseException) as error:
-                outcome |= {"code": EXIT_USER_ERROR, "error": one_line(error)}
+                outcome |= {"code": EXIT_USER_ERROR, "error": one_line(error, sources)}
                 print(f"kvbench: {outcome['error']}", file=sys.stderr)
             except Exception:
                 outcome |= {"code": EXIT_FAILED, "error": traceback.format_exc()}
@@ -128,7 +120,7 @@ def run_hydra(words: list[str], codes: list[int], sweep: Sweep | None = None) ->
             codes.append(outcome["code"])
 
     before = sys.argv
-    sys.argv = ["kvbench", *words]
+    sys.argv = ["kvbench", *sources.spelled(words), *sources.words]
     try:
         task()
     finally:
@@ -136,77 +128,14 @@ def run_hydra(words: list[str], codes: list[int], sweep: Sweep | None = None) ->
 
 
 def run_task(config: DictConfig, overrides: list[str], sweep: Sweep | None) -> int:
-    """One job: its methods and measures are checked first, then torch is imported and everything runs."""
-    added = sorted(set(config) - set(root_settings()))
-    if added:
-        raise UserError(unknown_key(str(added[0])))
-    check_measures(config.measure)
+    """One job: its methods and measures are checked first, then torch is imported and everything runs.
+
+    overrides: of the job, with `hydra.searchpath=` among them where configs come from outside.
+    """
+    sources = ConfigSources.of(overrides)
+    check_root(config, sources)
+    chosen_measures(config)
     job, methods = job_of(config, sweep), method_configs(config, overrides)
     from kvbench.run import run
 
     return run(config, methods, job)
-
-
-def check_words(arguments: list[str]) -> list[str]:
-    """The words, flags first: Hydra reads no flag between settings.
-
-    Raises UserError where a word is neither a flag of `FLAGS`, with its value, nor a usable KEY=VALUE.
-    """
-    flags: list[str] = []
-    settings: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word.startswith("~"):
-            raise UserError(f"{word}: settings cannot be taken away; leave it out, for the default")
-        if not word.startswith("-"):
-            check_override(word)
-            key, _, value = word.partition("=")
-            settings.append(f"{key}={os.path.expanduser(value)}")  # no shell does it after a key with a dot
-            continue
-        flag, _, value = word.partition("=")
-        if flag not in FLAGS:
-            raise UserError(f"{word} is no option; type python -m kvbench --help, or KEY=VALUE such as method=h2o")
-        choices = FLAGS[flag]
-        given = value or (next(words, "") if choices else "")
-        if choices and given not in choices:
-            given = f"{flag} {given}".strip()
-            raise UserError(f"'{given}' is unknown; type {flag} followed by one of {', '.join(choices)}")
-        flags += [flag, given] if choices else [flag]
-    return [*flags, *settings]
-
-
-def check_override(word: str) -> None:
-    """Raise UserError for a word that Hydra would answer with something that helps nobody."""
-    key, equals, value = word.partition("=")
-    if not equals or not key:
-        advice = next((f"{group}={word}" for group in ("method", "model") if word in names(group)), "method=h2o")
-        if word in ("fetch", "report", "plan", "check", "status", "harness"):
-            advice = f"python -m kvbench.{word}"
-        raise UserError(f"'{word}' is not KEY=VALUE; type {advice}, for example")
-    if key in (*GROUPS, "experiment") and value.strip("'\"") in ("", "null"):
-        raise UserError(f"{word} names nothing; choose from {', '.join(names(key))}")
-    if key in GROUPS and value.startswith("["):
-        raise UserError(f"{word} is a list, and {key} takes one name; {several(key, value.strip('[]'))}")
-    if key == "sweep.pack" and value not in PACKS:
-        raise UserError(f"{word} is unknown; type {' or '.join(f'sweep.pack={choice}' for choice in PACKS)}")
-
-
-def sweep_words(words: list[str]) -> list[str]:
-    """The words under -m: `method=a,b,c` becomes `compare=[a,b,c]`, so that the methods share a job and its prefills.
-
-    sweep.pack=none leaves it alone.
-    """
-    kept = without_pack(words)
-    if "sweep.pack=none" in words or any(word.startswith(("compare=", "store=")) for word in words):
-        return kept
-    packed = []
-    for word in kept:
-        methods = word.removeprefix("method=").split(",")
-        is_list = word.startswith("method=") and len(methods) > 1 and all(m in names("method") for m in methods)
-        packed.append(f"compare=[{','.join(methods)}]" if is_list else word)
-    return packed
-
-
-def without_pack(words: list[str]) -> list[str]:
-    """The words that are Hydra's business: `sweep.pack` is decided before it sees any."""
-    return [word for word in words if not word.startswith("sweep.pack=")]

@@ -1,6 +1,7 @@
-"""`python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB`: what caches will take, by formula.
+"""`python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB`: bytes of each cache by formula.
 
-From the config alone: no weights are loaded and nothing is measured. Other words are settings of `python -m kvbench`.
+The model's config is enough: no weights are loaded and nothing is measured. Other words are settings of
+`python -m kvbench`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.messages import names, one_line
-from kvbench.config import MethodConfig, method_config, method_configs
+from kvbench.cli.words import check_override
+from kvbench.config import ConfigSources, MethodConfig, method_config, method_configs, take_sources
+from kvbench.config.error_lines import check_root, one_line
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_USER_ERROR, UserError
 from kvbench.models.checkpoint import ModelSpec, model_spec
 from kvbench.models.known_configs import PUBLISHED
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 USAGE = """python -m kvbench.plan model=llama3.1-8b context=32768 batch=8 memory=80GiB [budget=0.25]
 
 The bytes of each cache by formula, from the model's config alone; with memory=, the largest batch that fits beside the
-weights. Without method= or compare='[full,h2o]', every method and store there is. model.path= may be a config.json."""
+weights. Without method= or compare='[full,h2o]', every method and store. model.path= may be a config.json.
+--config-dir DIR adds methods, stores and models of your own."""
 UNITS = {
     "": 1,
     "KB": 10**3,
@@ -45,7 +48,7 @@ UNITS = {
     "TiB": 2**40,
 }
 LEAST_MEMORY = 10**6
-"""Bytes below which a size was meant in another unit."""
+"""Smallest memory= that is accepted: fewer bytes are a size whose unit was forgotten."""
 COUNTS = {"context": 4096, "batch": 1, "tokens": 128}
 
 
@@ -65,25 +68,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or any(word in ("-h", "--help", "help") for word in words):
         print(USAGE)
         return 0
+    sources = BUILT_IN
     try:
-        asked = read(words)
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            config = compose("config", asked.words)
-            methods = chosen_methods(config, asked.words)
+        sources, rest = take_sources(words)
+        asked = read(rest, sources)
+        config = sources.composed(asked.words)
+        check_root(config, sources)
+        methods = chosen_methods(config, asked.words, sources)
         print(table(asked, model_spec(node_of(config, "model")), methods))
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench.plan: {one_line(error)}", file=sys.stderr)
+        print(f"kvbench.plan: {one_line(error, sources)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
 
-def read(words: Sequence[str]) -> Asked:
-    """The words of the command line. Raises UserError for a number or size that is none."""
+def read(words: Sequence[str], sources: ConfigSources) -> Asked:
+    """The words of the command line. Raises UserError for a value that is no whole number or no size."""
     counts, memory, rest = dict(COUNTS), None, []
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"'{word}' is not KEY=VALUE; type context=32768, for example")
+        check_override(word, sources)
         if key in counts:
             if not value.isdigit() or int(value) < 1:
                 raise UserError(f"{word} is not a whole number of at least 1; type {key}={COUNTS[key]}, for example")
@@ -102,23 +108,23 @@ def size_of(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text)
     size = 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
     if size < LEAST_MEMORY:
-        raise UserError(f"memory={text} is no size of a memory; type memory=80GiB or memory=24GB")
+        raise UserError(f"memory={text} is not a memory size; type memory=80GiB or memory=24GB")
     return size
 
 
-def chosen_methods(config: DictConfig, words: list[str]) -> list[MethodConfig]:
-    """Those that were named, the full cache first; else every keep rule, and every store that takes in all tokens."""
+def chosen_methods(config: DictConfig, words: list[str], sources: ConfigSources) -> list[MethodConfig]:
+    """The methods that the words name, the full cache first; else every keep rule, and every store of all tokens."""
     if any(word.split("=")[0] in ("method", "store", "compare") for word in words):
-        return method_configs(config, words)
+        return method_configs(config, [*sources.words, *words])
     without = [word for word in words if not word.startswith("budget=")]
     found = [
-        method_config(compose("config", [*without, "budget=null", "method=full", f"store={store}"]))
-        for store in sorted(names("store"), key=lambda name: name != "dense")
+        method_config(sources.composed([*without, "budget=null", "method=full", f"store={store}"]), sources)
+        for store in sorted(sources.files("store"), key=lambda name: name != "dense")
     ]
-    for method in names("method"):
-        composed = compose("config", [*words, f"method={method}"])
+    for method in sources.files("method"):
+        composed = sources.composed([*words, f"method={method}"])
         if method not in ("full", "recompute") and composed.store.name == "dense":
-            found.append(method_config(composed))
+            found.append(method_config(composed, sources))
     return found
 
 
@@ -163,7 +169,7 @@ def planned_shape(spec: ModelSpec, config: Any) -> ModelShape:
 
 
 def planned_model(spec: ModelSpec, config: Any, shape: ModelShape) -> Planned:
-    """What the cache's formulas need of the model."""
+    """The model as the formulas of cache bytes need it."""
     from kvbench.cache.size import Planned
     from kvbench.models.load import pick_device, pick_dtype
     from kvbench.models.shape import layer_windows, state_numbers
@@ -185,7 +191,7 @@ def planned_model(spec: ModelSpec, config: Any, shape: ModelShape) -> Planned:
 
 
 def weight_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of the weights, tied ones once, counted on a model without any."""
+    """Bytes of the weights, tied ones counted once, from a model on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -205,10 +211,10 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     weights = weight_bytes(config, model.dtype.itemsize)
     full = model.full_bytes(asked.batch, asked.context + asked.tokens)
     lines = [
-        *facts(asked, spec, shape, model),
+        *model_lines(asked, spec, shape, model),
         f"batch {asked.batch}, {asked.context:,} tokens of context and room for {asked.tokens:,} more; "
-        f"full cache {readable(full)}, weights {readable(weights)}; what a forward needs on the way is not counted",
-        *doubts(asked, shape, weights),
+        f"full cache {readable(full)}, weights {readable(weights)}; the activations of a forward are not counted",
+        *plan_warnings(asked, shape, weights),
         "",
         f"{'method':<24}{'budget':>8}{'cache':>14}{'smaller':>9}" + ("" if asked.memory is None else f"{'batch':>9}"),
     ]
@@ -222,12 +228,12 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
             method.store.check(model.value_dim if model.latent else model.key_dim, model.value_dim)
             size = cache_bytes(method, model, asked.batch, asked.context, asked.tokens)
         except (UserError, HydraException) as error:
-            if len(methods) <= 2 and not entry.is_baseline:  # the one that was asked for
+            if len(methods) <= 2 and not entry.is_baseline:  # the one method that was named
                 raise
             lines.append(f"{start}  refused: {one_line(error)}")
             continue
         except TypeError:
-            lines.append(f"{start}  its size is known once it is calibrated")
+            lines.append(f"{start}  its size depends on calibration")
             continue
         smaller = "" if size == 0 else f"{full / size:.2f}x"
         line = f"{start}{readable(size):>14}{smaller:>9}"
@@ -237,23 +243,25 @@ def table(asked: Asked, spec: ModelSpec, methods: list[MethodConfig]) -> str:
     return "\n".join(lines)
 
 
-def facts(asked: Asked, spec: ModelSpec, shape: ModelShape, model: Planned) -> list[str]:
-    """What the numbers below are of."""
+def model_lines(asked: Asked, spec: ModelSpec, shape: ModelShape, model: Planned) -> list[str]:
+    """The first lines of the table: the model, its layers and its data type."""
     bounded = sum(window is not None for window in model.windows)
     states = f", {model.state_layers} with a state of fixed size" if model.state_layers else ""
     dtype = str(model.dtype).removeprefix("torch.")
     auto = " as on a GPU (a CPU runs in float32: model.dtype=float32)" if spec.dtype == "auto" else ""
-    layers = f"{shape.n_layers} layers ({bounded} bounded by a window of their own{states})"
+    layers = f"{shape.n_layers} layers ({bounded} with a sliding window{states})"
     heads = f"{model.kv_heads} KV head{'s' * (model.kv_heads != 1)}, {model.numbers} numbers a token and head"
     return [f"{spec.name}: {shape.arch}, {layers}, {heads}, {dtype}{auto}"]
 
 
-def doubts(asked: Asked, shape: ModelShape, weights: int) -> list[str]:
-    """What speaks against the plan itself."""
+def plan_warnings(asked: Asked, shape: ModelShape, weights: int) -> list[str]:
+    """Warnings: more positions than the model has, weights that do not fit."""
     found = []
     longest = asked.context + asked.tokens
     if shape.max_positions is not None and longest > shape.max_positions:
-        found.append(f"the model has {shape.max_positions:,} positions and this takes {longest:,}: a run is refused")
+        found.append(
+            f"the model has {shape.max_positions:,} positions and this plan needs {longest:,}: a run will be refused"
+        )
     if asked.memory is not None and weights > asked.memory:
         found.append(f"the weights alone do not fit into {readable(asked.memory)}")
     return found

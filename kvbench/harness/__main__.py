@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.main import check_override
-from kvbench.cli.messages import one_line, root_settings
-from kvbench.config import method_configs
+from kvbench.cli.words import check_override
+from kvbench.config import ConfigSources, method_configs, take_sources
+from kvbench.config.error_lines import check_root, one_line
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
 from kvbench.harness.settings import read_asked
 
@@ -38,28 +38,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or any(word in ("-h", "--help", "help") for word in words):
         print(USAGE)
         return 0 if words else EXIT_USER_ERROR
+    sources = BUILT_IN
     try:
-        own = set(root_settings()["harness"])
-        settings = [spelled(word, own) for word in words]
-        with initialize_config_module("kvbench.conf", version_base="1.3"):
-            config = compose("config", settings)
-            methods = method_configs(config, settings)
-            asked = read_asked(config.harness)
-            if find_spec("lm_eval") is None:
-                raise UserError("tasks need lm-evaluation-harness; type pip install 'kvbench[lm_eval]'")
-            from kvbench.harness.evaluate import evaluate  # torch and lm_eval: seconds
+        sources, rest = take_sources(words)
+        settings = [spelled(word, sources) for word in rest]
+        config = sources.composed(settings)
+        check_root(config, sources)
+        methods = method_configs(config, [*sources.words, *settings])
+        asked = read_asked(config.harness)
+        if find_spec("lm_eval") is None:
+            raise UserError("tasks need lm-evaluation-harness; type pip install 'kvbench[lm_eval]'")
+        from kvbench.harness.evaluate import evaluate  # torch and lm_eval: seconds
 
-            return evaluate(config, methods, asked)
+        return evaluate(config, methods, asked)
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench: {one_line(error)}", file=sys.stderr)
+        print(f"kvbench: {one_line(error, sources)}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-def spelled(word: str, own: set[str]) -> str:
+def spelled(word: str, sources: ConfigSources) -> str:
     """A word as the config has it: `tasks=a,b` is `harness.tasks=[a,b]`. Raises UserError for what is no setting."""
-    check_override(word)
+    check_override(word, sources)
     key, _, value = word.partition("=")
-    if key not in own:
+    if key not in sources.root["harness"]:
         return f"{key}={os.path.expanduser(value)}"
     if key == "tasks":
         return f"harness.tasks=[{value.strip('[]')}]"

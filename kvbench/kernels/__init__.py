@@ -43,13 +43,13 @@ class Kernel(Protocol):
         """Output and probabilities; the latter may be None unless `want_probabilities`."""
 
     def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
-        """What it does not take about such tensors, so that `attend` passes them to the reference; None if it does."""
+        """Why `attend` passes such tensors to the reference; None if the kernel takes them."""
 
 
 @runtime_checkable
 class LengthsKernel(Protocol):
-    """A kernel that can be told on the device how much of whole buffers is filled, so that its calls can be captured
-    in a CUDA graph."""
+    """A kernel that reads on the device how many slots of a buffer are filled, so its calls can be captured in a CUDA
+    graph."""
 
     @property
     def name(self) -> str: ...
@@ -72,9 +72,9 @@ class LengthsKernel(Protocol):
 
 
 class ReferenceKernel:
-    """The definition in plain torch, as a kernel.
+    """The reference implementation in plain torch, as a kernel.
 
-    reason: why no faster one was chosen; empty where it was asked for.
+    reason: why no faster kernel was chosen; empty where the reference was asked for.
     """
 
     name = reference.NAME
@@ -98,11 +98,11 @@ class ReferenceKernel:
         return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink, lengths)
 
     def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
-        """None: the reference takes them all."""
+        """None: the reference takes all of them."""
         return None
 
     def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
-        """There is nothing that it does not take."""
+        """None: the reference takes all tensors."""
         return None
 
 
@@ -115,10 +115,10 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str
     Args:
         wanted: "auto", the compiled kernel on a CPU, the Triton kernel on an NVIDIA GPU, else the reference;
             "reference"; "cpu", the compiled kernel; "triton", the one for NVIDIA GPUs (scripts/check_triton.py checks
-            it on a device). The environment's `KVBENCH_KERNEL` stands in for "auto": a preference, which falls back
-            to the reference where it must.
+            it on a device). The environment's `KVBENCH_KERNEL` replaces "auto"; where that kernel cannot run, the
+            reference is used.
 
-    Raises UserError for an unknown name, and where a kernel is wanted by the argument and cannot be had.
+    Raises UserError for an unknown name, and where the kernel that the argument names cannot run here.
     """
     preferred = os.environ.get("KVBENCH_KERNEL") or "auto" if wanted == "auto" else wanted
     if preferred not in KERNELS:
@@ -135,7 +135,7 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str
 
 
 def on_cpu(device: torch.device, dtype: torch.dtype) -> Kernel | str:
-    """The compiled kernel, or why it cannot serve caches on `device` with queries of `dtype`."""
+    """The compiled kernel, or why it cannot be used for caches on `device` with queries of `dtype`."""
     if device.type != "cpu":
         return f"the compiled kernel runs on the CPU, not on {device.type}"
     return "the compiled kernel computes in float32, and the model in float64" if dtype == torch.float64 else compiled()
@@ -153,7 +153,7 @@ def on_gpu(device: torch.device, dtype: torch.dtype) -> Kernel | str:
 
 @cache
 def compiled() -> CpuKernel | str:
-    """The compiled kernel, or why there is none; found out once per process."""
+    """The compiled kernel, or why there is none. The answer is cached for the process."""
     try:
         return CpuKernel(load())
     except CannotCompile as error:

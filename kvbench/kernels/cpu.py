@@ -1,7 +1,6 @@
 """Decode attention by the compiled CPU kernel, `decode.cpp`: same arguments and results as the reference.
 
-What the kernel does not take goes to the reference: float64, head sizes that are no multiple of 8 or beyond 512 (in one
-place: MLA's 512 + 64 lie in two), very many queries at once, memory whose channels are not neighbours.
+Calls that the kernel does not take (`kvbench.kernels.cpu_parts`), and float64, go to the reference.
 """
 
 import ctypes
@@ -12,26 +11,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split
+from kvbench.kernels.cpu_parts import NOTHING, last_channels, pack_parts, width
+from kvbench.kernels.parts import Paged, Part
 from kvbench.kernels.prefill import Scoring
 
 NAME = "cpu-c++"
-
-QUERIES = (torch.float32, torch.bfloat16, torch.float16)
-
-FORMATS = {torch.float32: 32, torch.float8_e4m3fn: 18, torch.bfloat16: 17, torch.float16: 16}
-"""Float rows as decode.cpp numbers them; codes go by their bits, those of a codebook by LEVELS + their bits."""
-
-WIDTHS, LEVELS, LEVEL_WIDTHS = (8, 4, 3, 2), 64, (4, 3)
-
-MOST_ROWS = 256
-"""Query rows of one KV head (its heads times tokens); each costs a thread 6 kB of scratch."""
-
-LARGEST_HEAD = 512
-SMALLEST_GROUP = 8
-
-NOTHING = (0, 0, 0, 0)
-"""A pointer and three strides where a tensor is absent."""
 
 
 class CpuKernel:
@@ -74,7 +58,7 @@ class CpuKernel:
         return codes, scale, minimum
 
     def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
-        """What it does not take about such tensors; None where it takes them."""
+        """Why the kernel does not take such tensors; None where it takes them."""
         if pack_parts(query, keys, values) is not None:
             return None
         return "the compiled kernel does not take heads of this size in this store"
@@ -137,162 +121,14 @@ class CpuKernel:
         return output if query.dtype == torch.float32 else output.to(query.dtype), probabilities
 
 
-def last_channels(keys: Sequence[Part]) -> list[Dense]:
-    """What keys that lie in two places hold apart; empty for others."""
-    return [part.last_channels for part in keys if isinstance(part, Split)]
-
-
-def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> list[int] | None:
-    """`struct Part` of decode.cpp for all keys, all values, then the last channels of keys that hold them apart; None
-    where the kernel does not take the call."""
-    batch, heads, tokens, channels = query.shape
-    apart = last_channels(keys)
-    if query.dtype not in QUERIES or not keys or not values or len(apart) not in (0, len(keys)):
-        return None
-    kv_heads, numbers = keys[0].kv_heads, list[int]()
-    if heads % kv_heads or heads // kv_heads * tokens > MOST_ROWS:
-        return None
-    first = [part.first_channels if isinstance(part, Split) else part for part in keys]
-    last_dim = width(apart[0]) if apart else 0
-    for side, columns in ((first, channels - last_dim), (values, width(values[0])), (apart, last_dim)):
-        if columns % 8 or columns > LARGEST_HEAD:
-            return None
-        for part in side:
-            packed = pack(part, (batch, kv_heads), columns)
-            if packed is None or (isinstance(part, Paged) and len(side) > 1):
-                return None
-            numbers += packed
-    slots = sum(part.length for part in keys)
-    return numbers if slots and slots == sum(part.length for part in values) else None
-
-
-def pack(part: Part, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of a part; None where the kernel does not take it."""
-    if isinstance(part, Paged):
-        return pack_paged(part, lead, columns)
-    packed = None
-    if isinstance(part, Dense):
-        packed = pack_dense(part, lead, columns)
-    elif isinstance(part, Packed):
-        packed = pack_codes(part, lead, columns)
-    elif isinstance(part, Coded):
-        packed = pack_coded(part, lead, columns)
-    return None if packed is None else (*packed, *NOTHING)
-
-
-def pack_paged(part: Paged, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of blocks: the pool's rows and where a row and head has its blocks."""
-    pool, table = part.pool, part.table
-    shared = pool.kv_heads == 1  # any head may hold any block
-    packed = pack(pool, (1, pool.kv_heads), columns)
-    if packed is None or packed[1] or pool.kv_heads not in (1, lead[1]) or table.shape[1] not in (1, lead[1]):
-        return None
-    if table.dtype != torch.int32 or table.shape[0] != lead[0] or table.stride(2) != 1:
-        return None
-    form, axis, group, _, data, _, head, row, scale, minimum, _, pair_head, *_ = packed
-    table_head = 0 if table.shape[1] == 1 else table.stride(1)
-    return (
-        form,
-        axis,
-        group,
-        part.length,
-        data,
-        0,
-        0 if shared else head,
-        row,
-        scale,
-        minimum,
-        0,
-        0 if shared else pair_head,
-        table.data_ptr(),
-        table.stride(0),
-        table_head,
-        part.block_size,
-    )
-
-
-def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of float rows: its strides are in bytes."""
-    rows = part.rows
-    n, stride, size, form = rows.shape[2], rows.stride(), rows.element_size(), FORMATS.get(rows.dtype)
-    if form is None or stride[3] != 1 or rows.shape != (*lead, n, columns):
-        return None
-    return form, 0, 1, n, rows.data_ptr(), stride[0] * size, stride[1] * size, stride[2] * size, *NOTHING
-
-
-def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of codes: rows or blocks without gaps inside a head."""
-    codes, scale, minimum, size = part.codes, part.scale, part.minimum, part.group_size
-    by_token = part.axis == "token"
-    n, groups, lane = codes.shape[2], columns if by_token else columns // size, size * part.bits // 8
-    if part.bits not in WIDTHS or size < SMALLEST_GROUP or size % 8 or (not by_token and columns % size):
-        return None
-    if codes.shape != (*lead, n, groups, lane) or not scale.shape == minimum.shape == (*lead, n, groups):
-        return None
-    code_stride, pair_stride = codes.stride(), scale.stride()
-    if code_stride[2:] != (groups * lane, lane, 1) or pair_stride[2:] != (groups, 1) or minimum.stride() != pair_stride:
-        return None
-    if not scale.dtype == minimum.dtype == torch.float16:
-        return None
-    return (
-        part.bits,
-        int(by_token),
-        size,
-        n * size if by_token else n,
-        codes.data_ptr(),
-        *code_stride[:3],
-        scale.data_ptr(),
-        minimum.data_ptr(),
-        2 * pair_stride[0],
-        2 * pair_stride[1],
-    )
-
-
-def pack_coded(part: Coded, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of a codebook's codes: rows without gaps inside a head."""
-    codes, norm, levels, size = part.codes, part.norm, part.levels, part.group_size
-    n, groups, lane = codes.shape[2], columns // size, size * part.bits // 8
-    if part.bits not in LEVEL_WIDTHS or size < SMALLEST_GROUP or size % 8 or columns % size:
-        return None
-    if codes.shape != (*lead, n, groups, lane) or codes.stride()[2:] != (groups * lane, lane, 1):
-        return None
-    if norm.shape != (*lead, n) or norm.stride(2) != 1 or norm.dtype != torch.float16:
-        return None
-    if levels.shape != (2**part.bits,) or levels.dtype != torch.float32 or not levels.is_contiguous():
-        return None
-    return (
-        LEVELS + part.bits,
-        0,
-        size,
-        n,
-        codes.data_ptr(),
-        *codes.stride()[:3],
-        norm.data_ptr(),
-        levels.data_ptr(),
-        2 * norm.stride(0),
-        2 * norm.stride(1),
-    )
-
-
-def width(part: Part) -> int:
-    """The head size of a part."""
-    if isinstance(part, Split):
-        return width(part.first_channels) + width(part.last_channels)
-    if isinstance(part, Paged):
-        return width(part.pool)
-    if isinstance(part, Dense):
-        return part.rows.shape[3]
-    return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
-
-
 def float_rows(query: Tensor) -> Tensor:
-    """float32 queries whose channels are neighbours in memory."""
+    """float32 queries whose channels are adjacent in memory."""
     query = query.to(torch.float32)
     return query if query.stride(-1) == 1 else query.contiguous()
 
 
 def byte_rows(mask: Tensor) -> Tensor:
-    """A mask whose slots are neighbours in memory; other dimensions may have stride 0."""
+    """A mask whose slots are adjacent in memory; other dimensions may have stride 0."""
     return mask if mask.stride(-1) == 1 else mask.contiguous()
 
 

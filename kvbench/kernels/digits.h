@@ -18,12 +18,12 @@ constexpr bool HAS_DIGITS = true;
 constexpr bool HAS_DIGITS = false;
 #endif
 
-// Whether the codes of a format are summed so; the units are those of Unit<FORMAT, 16>, two vectors each.
+// Whether codes of a format are summed by integer products; units are those of Unit<FORMAT, 16>, two vectors each.
 template <int FORMAT, int L> constexpr bool by_digits() {
   return HAS_DIGITS && L == 16 && (FORMAT == CODES8 || FORMAT == CODES4 || FORMAT == CODES2);
 }
 
-// As score_block, of queries and pairs that are not folded yet; and as add_rows.
+// Like score_block, for queries and pairs that are not folded yet; and like add_rows.
 template <int FORMAT, int M>
 void score_by_digits(const Grid& grid, const Tile& channels, const Pairs& pairs, const float* query, float* scores);
 template <int FORMAT, int M>
@@ -40,8 +40,8 @@ struct Digits {
   float unit[4], constant[4];
 };
 
-// The instruction takes bytes without a sign and bytes with one. Factors that are never negative, as weights are, get
-// digits of 0 .. 255 and leave the sign to codes, which become code - 2^(bits - 1): nearer to 0, for less error.
+// The instruction multiplies unsigned bytes by signed bytes. Factors that are never negative, such as weights, get
+// digits 0 .. 255, and codes are signed: code - 2^(bits - 1), which is nearer to 0 and so has less error.
 template <int FORMAT, bool SIGNED> constexpr int CENTRE = SIGNED ? 0 : 1 << (code_bits(FORMAT) - 1);
 
 template <int FORMAT, bool SIGNED, int M>

@@ -1,5 +1,5 @@
-// Quantising groups and packing their codes, bit for bit as quantise.py does it: one call where torch takes a dozen
-// operations, which for the single row that leaves a residual are all overhead.
+// Quantises groups and packs their codes, equal to quantise.py to the bit. It is one call where torch takes a dozen
+// operations, which are pure overhead for the single row that leaves a residual.
 
 #pragma once
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Codes stand for themselves, or with LEVELS for a number of a codebook. What is below 16 is the bits of a code.
+// Codes are the numbers themselves, or with LEVELS indices into a codebook. Values below 16 are the bits of a code.
 enum Format : int64_t {
   FLOAT32 = 32, FLOAT8 = 18, BFLOAT16 = 17, FLOAT16 = 16, CODES8 = 8, CODES4 = 4, CODES3 = 3, CODES2 = 2,
   LEVELS = 64, LEVELS4 = LEVELS + 4, LEVELS3 = LEVELS + 3
@@ -20,20 +20,20 @@ constexpr int code_bits(int64_t format) { return format & 15; }
 constexpr int float_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == FLOAT8 ? 1 : 2; }
 constexpr int MOST_LEVELS = 16;
 
-constexpr int MOST_TILE = 128;       // rows worked on together; fewer where they are long
+constexpr int MOST_TILE = 128;       // rows that are decoded together; fewer where rows are long
 constexpr int64_t TILE_BYTES = 32 << 10;
-constexpr int MOST_COLUMNS = 512;    // of a head; cpu.py lets no larger one in
+constexpr int MOST_COLUMNS = 512;    // of a head; cpu_parts.py refuses larger ones
 constexpr int SMALLEST_GROUP = 8;
 constexpr int MOST_UNITS = MOST_COLUMNS / 8;
-constexpr int64_t STRIDE = 512 + 16;  // from row to row in all scratch memory: a constant saves the loops registers
+constexpr int64_t STRIDE = 512 + 16;  // between rows in all scratch memory: a constant saves registers in the loops
 #if defined(__AVX512VL__) || defined(__aarch64__)
 constexpr int MOST_QUERIES = 4;  // with four rows each 16 sums, which 32 registers hold
 #else
 constexpr int MOST_QUERIES = 3;
 #endif
 
-// A unit is what one step decodes: VECTORS vectors from BYTES bytes. Codes are left as they are, 0 .. 2^bits - 1, or
-// become what `levels` has for them.
+// A unit is decoded in one step: VECTORS vectors from BYTES bytes. Codes stay numbers 0 .. 2^bits - 1, or are replaced by
+// their entry in `levels`.
 template <int FORMAT, int L> struct Unit {
   static constexpr bool CODES = has_codes(FORMAT), LOOKUP = FORMAT >= LEVELS;
   static constexpr int BITS = CODES ? code_bits(FORMAT) : 0;
@@ -121,18 +121,18 @@ struct Tile {
   const uint8_t* rows;
   int64_t stride;     // bytes
   int count, groups;  // rows, and pairs in each of them
-  int64_t ahead;      // bytes from a row to what is worth fetching meanwhile: more than a tile
+  int64_t ahead;      // bytes from a row to the bytes that are prefetched: more than a tile
 };
 
-// Fetches what is wanted later, as many bytes as have just been decoded. The loops go through a tile by columns, but
-// this runs straight on: left to its own guesses from the columns, the hardware reaches half the bandwidth.
+// Prefetches as many bytes as have just been decoded. The loops read a tile by columns, but this prefetches in memory
+// order: without it the hardware prefetcher follows the columns and reaches half the bandwidth.
 template <int BYTES> inline void fetch_ahead(const uint8_t*& ahead) {
   for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead + i, 0, 2);
   ahead += BYTES;
 }
 
-// The same address, which the compiler cannot know. A number that two vectors are multiplied by is then read by each of
-// the two products, which costs AVX-512 nothing, while a broadcast into a register takes a slot that decoding needs.
+// The same address, hidden from the compiler. A factor of two vectors is then read from memory by each of the two
+// products, which is free with AVX-512, while a broadcast into a register takes a slot that decoding needs.
 template <int L> inline const float* twin(const float* at) {
   if constexpr (L == 16) asm("" : "+r"(at));
   return at;

@@ -1,7 +1,7 @@
-"""What a kernel reads: a store's keys and its values, each a sequence of parts that follow one another in slot order.
+"""Memory layouts that kernels read: the keys, and the values, of a store are a sequence of parts in slot order.
 
-KIVI's keys are one packed part and one dense part; its values split elsewhere. A kernel walks the key parts for the
-scores and the value parts for the output, so no store ever has to be unpacked as a whole.
+KIVI's keys are one packed part and one dense part; its values are split at another slot. A kernel reads the key parts
+for the scores and the value parts for the output, so no store is ever unpacked as a whole.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from torch import Tensor
 from kvbench.kernels.quantise import dequantise, unpack
 
 Axis = Literal["token", "channel"]
-"""What a group runs along: consecutive tokens of one channel, or consecutive channels of one token."""
+"""A group holds consecutive tokens of one channel ("token"), or consecutive channels of one token ("channel")."""
 
 
 @dataclass(frozen=True)
 class Dense:
     """Rows in a float dtype of 8 to 64 bits: [B, Hkv, n, D].
 
-    is_ring: of a whole buffer whose filling is told on the device, that slot i stands in row i modulo n; else rows
-    begin with the first slot behind the packed ones.
+    is_ring: for a buffer whose length is on the device: slot i is in row i modulo n; else the first row is the first
+    slot after the packed ones.
     """
 
     rows: Tensor
@@ -98,14 +98,14 @@ class Packed:
     def at(self, index: Tensor) -> "Packed":
         """The rows index [B, Hkv, n], copied; axis "channel" only."""
         if self.axis == "token":
-            raise TypeError("groups of tokens have no single rows")
+            raise TypeError("groups of tokens cannot be read row by row")
         codes, scale, minimum = (take(tensor, index) for tensor in (self.codes, self.scale, self.minimum))
         return Packed(codes, scale, minimum, self.bits, self.group_size, self.axis)
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes of a codebook: a row is its norm times the levels that its codes name.
+    """Codes of a codebook: a row is its norm times the levels of its codes.
 
     codes [B, Hkv, n, D / G, G * bits / 8], `pack`ed by G; norm float16 [B, Hkv, n]; levels float32 [2^bits].
     """
@@ -140,7 +140,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows whose last channels lie apart from the first: MLA's latent, and its rotated key in a format of its own.
+    """Rows whose first and last channels are two parts: MLA's latent, and its rotated key in another format.
 
     [B, Hkv, n, D1 + D2] once read, from two parts of the same n rows.
     """
@@ -167,12 +167,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Paged:
-    """Blocks of a pool, of which each batch row and KV head holds as many as it needs; a store's only part.
+    """Blocks of a pool: each batch row and KV head holds as many as it needs. It is the only part of its store.
 
-    pool: the rows of all blocks, one block after another, with the leading sizes [1, 1] where any head may hold any
-    block, [1, Hkv] where a block is the same for all heads. table: int32 [B, 1 or Hkv, n], the block of slots
-    i * block_size and following; past a head's slots it may hold anything that is a block. lengths: int64 [B, Hkv],
-    the slots of each, None where all have `length`. length: the largest of them, known without asking the device.
+    pool: the rows of all blocks in order, with the leading sizes [1, 1] where any head may hold any block, [1, Hkv]
+    where all heads share their blocks. table: int32 [B, 1 or Hkv, n], the block of slots i * block_size and following;
+    after a head's last slot its entries are any valid blocks. lengths: int64 [B, Hkv], slots of each head, None where
+    all have `length`. length: the largest of them, on the host.
     """
 
     pool: Dense | Packed | Coded
@@ -196,7 +196,7 @@ class Paged:
         return torch.arange(self.length, device=self.table.device) >= self.lengths.unsqueeze(-1)
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """The rows, gathered: [B, Hkv, length, D]; those that a head does not have hold anything finite."""
+        """The rows, gathered: [B, Hkv, length, D]; rows that a head does not have hold arbitrary finite numbers."""
         return self.pool.at(self.index()).read(dtype)
 
     def first(self, n: int) -> "Paged":

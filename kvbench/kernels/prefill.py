@@ -1,4 +1,4 @@
-"""Exact causal attention over a whole prompt, and the sums over its probabilities that methods ask for.
+"""Exact causal attention over a whole prompt, and the sums over its probabilities that keep rules need.
 
 Everything here runs over blocks of query rows, so no T x T matrix is ever in memory.
 """
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_BYTES = 8 * 2**20
-"""Size of the score matrix of one block of rows: about what a CPU's caches hold, and little beside a prompt's keys."""
+"""Bytes of the score matrix of one block of rows: about a CPU's cache size, and small beside a prompt's keys."""
 
 BLOCKS_ON_GPU = 16
-"""How many times as large blocks are on a GPU, where every operation costs a launch."""
+"""Factor on the block size on a GPU, where every operation costs a launch."""
 
 Combine = Literal["sum", "mean", "max"]
-"""How the probabilities of the query heads that share a KV head become one number."""
+"""How the probabilities of the query heads of a KV head are combined into one number."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a layer does to its scores besides `query @ key`.
+    """How a layer turns `query @ key` into attention scores.
 
     scaling: factor on the scores. softcap: Gemma 2's tanh cap. window: a query sees the last `window` tokens, itself
     included. sink_logits: [Hq], gpt-oss's learned logits that take part in the softmax. chunked: a query sees the
@@ -99,8 +99,8 @@ def last_queries(query: Tensor, key: Tensor, scoring: Scoring, count: int) -> Te
 def query_moments(query: Tensor, first: int, unrotated: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Mean (row 0) and covariance of a prompt's queries from position `first` on: float32 [B, Hq, 1 + D, D].
 
-    By blocks of rows, centred before they are squared. `unrotated` takes the rotary embedding off query rows
-    [B, Hq, n, D] that start at a position. Zeros where the prompt is no longer than `first`.
+    Computed by blocks of rows, which are centred before they are squared. `unrotated` removes the rotary embedding of
+    query rows [B, Hq, n, D] from the position of the first row. Zeros where the prompt has at most `first` tokens.
     """
     batch, heads, length, dim = query.shape
     height = max(16, block_bytes(query.device) // (batch * heads * dim * 4))
@@ -160,7 +160,7 @@ def _sees(start: int, stop: int, left: int, scoring: Scoring, device: torch.devi
 
 
 def softmax_with_sinks(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Softmax over the last dimension of [B, Hkv, Hq/Hkv, q, S] with a valueless logit per head, [Hq], beside it."""
+    """Softmax over the last dimension of [B, Hkv, Hq/Hkv, q, S] with one learned sink logit per head, [Hq]."""
     if sink_logits is None:
         return scores.softmax(-1)
     sink = sink_logits.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 BITS = (8, 4, 2)
-"""Code widths that KIVI takes; `pack` takes 3 as well."""
+"""Code widths that KIVI allows; `pack` allows 3 as well."""
 
 
 def quantise(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Decode attention in plain torch: the definition that the fast kernels are held against."""
+"""Decode attention in plain torch: the reference that the fast kernels are tested against."""
 
 from collections.abc import Sequence
 
@@ -26,9 +26,9 @@ def attend(
     Args:
         query: [B, Hq, q, D]; query heads of one KV head are neighbours.
         keys, values: parts covering the same S slots, [B, Hkv, S, D] and [B, Hkv, S, Dv] once read.
-        scoring: scaling, softcap and learned sinks; its window is the caller's business, through `visible`.
-        visible: bool, broadcastable to [B, Hkv, q, S]; None where every slot is seen by every query. Slots that a
-            head does not have (`Paged`) are seen by none.
+        scoring: scaling, softcap and learned sinks; the caller applies its window through `visible`.
+        visible: bool, broadcastable to [B, Hkv, q, S]; None where every query sees every slot. No query sees slots
+            that a head does not have (`Paged`).
         sink_query: [B, Hq, q, D]; the query to use for the first `n_sink` slots instead (StreamingLLM's positions).
         lengths: int32 on the device, broadcastable to [B, Hkv, 3]: slots whose keys are packed, whose values are
             packed, and filled ones in all. The parts then span whole buffers: at most one packed part, then at most
@@ -71,7 +71,7 @@ def attend(
 def in_slot_order(
     keys: Sequence[Part], values: Sequence[Part], lengths: Tensor, dtype: torch.dtype
 ) -> tuple[list[Part], list[Part], Tensor]:
-    """Whole buffers of which `lengths` says what is filled, as one part each: slot i in row i.
+    """Buffers that are filled up to `lengths`, as one part each: slot i in row i.
 
     Values that are not filled are zeros. The third result is bool [B, Hkv, S], true where a slot is filled. Nothing
     here waits for the device.
@@ -79,7 +79,7 @@ def in_slot_order(
     slot = torch.arange(total_length(keys), device=lengths.device)
     filled = slot < lengths[..., 2, None].long()
     key, value = (_by_slot(parts, slot, lengths[..., i, None].long(), dtype) for i, parts in enumerate((keys, values)))
-    # What was never written may be anything, NaN included: scores are masked, values would spoil the sum.
+    # Slots that were never written may hold NaN: scores are masked, but values would make the sum NaN.
     held = Dense(value.read(dtype).masked_fill(~filled.unsqueeze(-1), 0.0))
     return [key], [held], filled.expand(*held.rows.shape[:2], -1)
 
@@ -100,7 +100,7 @@ def _by_slot(parts: Sequence[Part], slot: Tensor, packed: Tensor, dtype: torch.d
 
 
 def _fold(query: Tensor, kv_heads: int) -> Tensor:
-    """[B, Hq, q, D] -> [B, Hkv, Hq/Hkv * q, D]: the heads that share keys become rows of one product."""
+    """[B, Hq, q, D] -> [B, Hkv, Hq/Hkv * q, D]: the query heads of a KV head become rows of one matrix product."""
     folded: Tensor = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return folded
 

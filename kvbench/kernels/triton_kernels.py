@@ -1,33 +1,21 @@
-"""Decode attention in Triton: the kernels behind `kvbench.kernels.triton_decode`.
+"""The first Triton kernel of decode attention: each program computes one range of slots of one KV head.
 
-`decode`: a program is one warp. It walks a range of slots of one KV head tile by tile, with a running softmax, and
-leaves its share (a maximum, a sum, an unnormalised output) in a workspace. `combine` adds the shares up.
+`decode`: a program is one warp. It reads its range tile by tile, with a running softmax (`triton_walk`), and writes its
+share of the result (a maximum, a sum, an unnormalised output) to a workspace. `combine` (`triton_combine`) adds up the
+shares.
 
-Each side of a store is a packed piece, a dense piece, or one after the other, so there are up to three sections of
-slots: both sides packed, one of them, none. One launch serves them all; its programs are dealt out among them.
+The keys of a store, and its values, are a packed piece, a dense piece, or one after the other. So there are up to three
+sections of slots: both sides packed, one of them, neither. One launch covers all sections, each with its own programs.
 """
 
 # mypy: ignore-errors
-# What stands below is Triton's dialect of Python, which a type checker does not know.
+# The code below is Triton's dialect of Python, which a type checker does not know.
 
 import triton
 import triton.language as tl
 
-from kvbench.kernels.triton_tiles import (
-    dense_at,
-    key_channel_at,
-    keys_by_channel,
-    keys_by_token,
-    slot_at,
-    value_channel_at,
-    values_by_channel,
-)
+from kvbench.kernels.triton_walk import DENSE, walk
 from kvbench.kernels.triton_words import byte_tables
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(float("-inf"))
-DENSE = tl.constexpr(16)
-"""Stands for the bits of a piece that is not packed."""
 
 
 @triton.jit(
@@ -275,209 +263,16 @@ def decode(
 
 @triton.jit
 def head_at(strides, batch, head):
-    """How far into the codes, and into their pairs or norms, one KV head begins."""
+    """Offsets of one KV head in the codes, and in their pairs or norms."""
     return batch * strides[0] + head * strides[1], batch * strides[2] + head * strides[3]
 
 
 @triton.jit
 def table_of(levels, BITS: tl.constexpr, PTX: tl.constexpr):
-    """The levels as `levels_at` wants them."""
+    """The levels in the layout of `levels_at`."""
     if PTX:
         levels = byte_tables(levels, BITS)
     return levels
-
-
-@triton.jit
-def walk(
-    work,
-    key,
-    value,
-    out,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    T: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_BY_TOKEN: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Attention over slots begin .. end - 1 of one section, the part of them that is this program's."""
-    query, visible, visible_strides, scores, columns, row, begin, end, share, shares, scale, softcap = work
-    channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    slot, value_slot = tl.arange(0, T), tl.arange(0, T)
-    if K_BITS != DENSE and not K_BY_TOKEN:
-        channel = key_channel_at(channel, WIDTH, K_GROUP, K_BITS)
-    if V_BITS != DENSE:
-        value_channel = value_channel_at(value_channel, VALUE_WIDTH, V_GROUP, V_BITS)
-        value_slot = value_slot // 16 * 16 + value_slot % 4 * 4 + value_slot // 4 % 4
-    if K_BY_TOKEN:
-        slot, value_slot = slot_at(slot, T, K_GROUP, K_BITS), slot_at(value_slot, T, K_GROUP, K_BITS)
-    is_row = row[None, :] < ROWS
-    query = tl.load(query + row[None, :] * D + channel[:, None], mask=is_row & (channel < D)[:, None], other=0.0)
-    query = query.to(K_DTYPE)
-
-    first = begin // T
-    tiles = tl.cdiv(end, T) - first
-    top = tl.full(row.shape, NOTHING, tl.float32)
-    total = tl.zeros(row.shape, tl.float32)
-    output = tl.zeros((VALUE_WIDTH, row.shape[0]), tl.float32)
-    for tile in tl.range(first + tiles * share // shares, first + tiles * (share + 1) // shares, num_stages=STAGES):
-        here = tile * T
-        keys = tile_keys(key, here, here + slot, begin, end, T, D, WIDTH, K_GROUP, K_BITS, K_BY_TOKEN, K_DTYPE, PTX)
-        score = tl.dot(keys, query, input_precision="tf32x3") * scale
-        if softcap is not None:
-            score = (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E)) + 1.0)) * softcap  # a tanh that cannot overflow
-        inside = (here + slot >= begin) & (here + slot < end)
-        score = tl.where(inside[:, None], score, NOTHING)
-        if visible is not None:
-            seen = visible + (row % TOKENS)[None, :] * visible_strides[2] + (here + slot)[:, None] * visible_strides[3]
-            score = tl.where(tl.load(seen, mask=inside[:, None] & is_row, other=0) != 0, score, NOTHING)
-        if scores is not None:
-            to = scores + row[None, :].to(tl.int64) * columns + (here + slot)[:, None]
-            tl.store(to, score, mask=inside[:, None] & is_row)
-
-        new_top = tl.maximum(top, tl.max(score, 0))
-        anchor = tl.where(new_top == NOTHING, 0.0, new_top)
-        kept = tl.exp2(top - anchor)
-        weight = tl.exp2(score - anchor[None, :])
-        top, total, output = new_top, total * kept + tl.sum(weight, 0), output * kept[None, :]
-        values = tile_values(value, here, value_slot, begin, end, T, DV, VALUE_WIDTH, V_GROUP, V_BITS, V_DTYPE, PTX)
-        rounded = weight.to(V_DTYPE)
-        output = tl.dot(values, rounded, output, input_precision="tf32x3")
-        if V_DTYPE == tl.bfloat16:  # 8 bits of weight are too few: add what rounding took away
-            output = tl.dot(values, (weight - rounded.to(tl.float32)).to(V_DTYPE), output)
-
-    partial, maxima, sums = out
-    at = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS + row
-    tl.store(maxima + at, top, mask=row < ROWS)
-    tl.store(sums + at, total, mask=row < ROWS)
-    to = partial + at[None, :] * DV + value_channel[:, None]
-    tl.store(to, output, mask=is_row & (value_channel < DV)[:, None])
-
-
-@triton.jit
-def tile_keys(
-    key,
-    here,
-    slot,
-    begin,
-    end,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    BITS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Keys [T, WIDTH] of slots here .. here + T - 1."""
-    packed, rows, stride, start, size, n_packed = key
-    if BITS == DENSE:
-        slot, channel = slot[:, None], tl.arange(0, WIDTH)[None, :]
-        inside = (slot >= begin) & (slot < end)
-        keys = dense_at(rows, stride, start, size, slot - n_packed, inside, channel, D).to(DTYPE)
-    elif BY_TOKEN:
-        keys = keys_by_token(packed, here, end, T, D, WIDTH, G, BITS, DTYPE, PTX)
-    else:
-        keys = keys_by_channel(packed, here, end, T, D, WIDTH, G, BITS, DTYPE, PTX)
-    return keys
-
-
-@triton.jit
-def tile_values(
-    value,
-    here,
-    row,
-    begin,
-    end,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    BITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Values [WIDTH, T] of slots here .. here + T - 1, in the order here + row."""
-    packed, rows, stride, start, size, n_packed = value
-    if BITS == DENSE:
-        slot, channel = here + row[None, :], tl.arange(0, WIDTH)[:, None]
-        inside = (slot >= begin) & (slot < end)
-        values = dense_at(rows, stride, start, size, slot - n_packed, inside, channel, D).to(DTYPE)
-    else:
-        values = values_by_channel(packed, row, here, end, T, D, WIDTH, G, BITS, DTYPE, PTX)
-    return values
-
-
-@triton.jit(do_not_specialize=["programs", "columns", "slots"])
-def combine(
-    partial,
-    maxima,
-    sums,
-    sink_logits,
-    scores,
-    lengths,
-    output,
-    lengths_strides,
-    programs,
-    columns,
-    slots,
-    KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DV: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The programs' shares as one softmax. Grid: (B * Hkv * ROWS, blocks of CHANNELS, then blocks of COLUMNS).
-
-    output: [B, Hkv, ROWS, DV]. scores: float32 [B, Hkv, ROWS, columns], turned into probabilities in place, or None.
-    sink_logits: [Hq] or None. PROGRAMS: shares added up at a time.
-    """
-    at = tl.program_id(0).to(tl.int64)
-    pair, row = at // ROWS, at % ROWS
-    share = tl.arange(0, PROGRAMS)
-    first = pair * programs * ROWS + row
-
-    top = tl.full((PROGRAMS,), NOTHING, tl.float32)
-    for begin in range(0, programs, PROGRAMS):
-        mask = begin + share < programs
-        top = tl.maximum(top, tl.load(maxima + first + (begin + share) * ROWS, mask=mask, other=NOTHING))
-    top = tl.max(top, 0)
-    total = 0.0
-    if sink_logits is not None:
-        sink = tl.load(sink_logits + (pair % KV_HEADS) * (ROWS // TOKENS) + row // TOKENS).to(tl.float32) * LOG2_E
-        top = tl.maximum(top, sink)
-        total = tl.exp2(sink - top)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    weighted = tl.zeros((CHANNELS,), tl.float32)
-    for begin in range(0, programs, PROGRAMS):
-        mask = begin + share < programs
-        shift = tl.load(maxima + first + (begin + share) * ROWS, mask=mask, other=NOTHING) - top
-        weight = tl.where(shift == NOTHING, 0.0, tl.exp2(shift))
-        total += tl.sum(weight * tl.load(sums + first + (begin + share) * ROWS, mask=mask, other=0.0), 0)
-        rows = partial + (first + (begin + share) * ROWS)[:, None] * DV + channel[None, :]
-        rows = tl.load(rows, mask=mask[:, None] & (channel < DV)[None, :], other=0.0)
-        weighted += tl.sum(rows * weight[:, None], 0)
-    if tl.program_id(1) * CHANNELS < DV:
-        tl.store(output + at * DV + channel, weighted / total, mask=channel < DV)
-    elif scores is not None:
-        if lengths is not None:
-            slots = tl.load(lengths + pair // KV_HEADS * lengths_strides[0] + pair % KV_HEADS * lengths_strides[1] + 2)
-        column = (tl.program_id(1) - tl.cdiv(DV, CHANNELS)) * COLUMNS + tl.arange(0, COLUMNS)
-        score = tl.load(scores + at * columns + column, mask=column < slots, other=NOTHING)
-        tl.store(scores + at * columns + column, tl.exp2(score - top) / total, mask=column < columns)
 
 
 INTERPRETED = not isinstance(decode, triton.JITFunction)

@@ -1,4 +1,4 @@
-"""What the Triton kernels read of a store: on each side at most one packed piece, then at most one dense ring."""
+"""Memory layouts that the Triton kernels read: at most one packed piece, then at most one dense ring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_GROUP = 128
 
 CHANNEL_BITS: tuple[int, ...] = (*BITS, 3)
-"""Code widths that can be packed along channels; along tokens they are `BITS`."""
+"""Code widths of groups along channels; groups along tokens have `BITS`."""
 
 LEVEL_BITS: tuple[int, ...] = (4, 3)
 """Code widths of a codebook."""
@@ -25,9 +25,9 @@ LEVEL_BITS: tuple[int, ...] = (4, 3)
 class Side:
     """The keys or the values of a store.
 
-    packed: the first slots. dense: rows from row 0 of a ring of `size` rows, or of a plain buffer where size is None;
-    the slots after the packed ones begin at row `start`. dense_length: how many those are. is_ring: whether `start`
-    follows from how many are packed, where that is told on the device.
+    packed: the first slots. dense: a ring of `size` rows, or a plain buffer where size is None; the first slot after
+    the packed ones is in row `start`. dense_length: number of dense slots. is_ring: whether `start` follows from the
+    number of packed slots when that number is on the device.
     """
 
     packed: Packed | Coded | None
@@ -51,7 +51,7 @@ class Side:
         return isinstance(self.packed, Packed) and self.packed.axis == "token"
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
-        """Codes, scale (or norm), minimum and levels as the kernels read them: by words of 4 bytes where they do so."""
+        """Codes, scale (or norm), minimum and levels; tensors that the kernels read by 4-byte words are viewed so."""
         if self.packed is None:
             return None
         codes = self.packed.codes.view(torch.int32)
@@ -70,7 +70,7 @@ class Side:
 
 
 def side_of(parts: Sequence[Part]) -> Side | None:
-    """The parts as one side; None where they are anything else than packed rows followed by a ring of dense ones."""
+    """The parts as one side; None unless they are packed rows followed by a ring of dense rows."""
     packed = parts[0] if parts and isinstance(parts[0], Packed | Coded) else None
     rings = [part.is_ring for part in parts if isinstance(part, Dense)]
     dense = [part.rows for part in parts if isinstance(part, Dense)]
@@ -78,7 +78,7 @@ def side_of(parts: Sequence[Part]) -> Side | None:
         return None
     if not dense:
         return Side(packed, None, 0, None, 0)
-    if len(dense) == 1:  # behind packed rows it is a ring that happens not to wrap now
+    if len(dense) == 1:  # after packed rows it is a ring that does not wrap now
         n = dense[0].shape[2]
         return Side(packed, dense[0], 0, None if packed is None else n, n, rings[0])
     start = _ring_start(*dense)
@@ -88,7 +88,7 @@ def side_of(parts: Sequence[Part]) -> Side | None:
 
 
 def _ring_start(older: Tensor, newer: Tensor) -> int | None:
-    """The row of a ring at which `older` begins, if `newer` goes on at the ring's row 0."""
+    """The row of a ring where `older` starts, if `newer` continues at the ring's row 0; else None."""
     row = newer.stride(2)
     if (older.dtype, older.stride()) != (newer.dtype, newer.stride()) or row == 0:
         return None
@@ -110,7 +110,7 @@ def head_dim(part: Part) -> int:
 
 
 def is_readable_float8(rows: Tensor) -> bool:
-    """Whether rows are e4m3, on a device whose compiler can widen them: compute capability 8.9, or the interpreter."""
+    """Whether rows are e4m3 on a device that converts them: compute capability 8.9 or more, or the interpreter."""
     if rows.dtype != torch.float8_e4m3fn:
         return False
     return rows.device.type != "cuda" or torch.cuda.get_device_capability(rows.device) >= (8, 9)
@@ -119,13 +119,13 @@ def is_readable_float8(rows: Tensor) -> bool:
 def refused(part: Part) -> str | None:
     """Why the kernels cannot read a part; None where they can."""
     if isinstance(part, Split):
-        return "rows whose channels lie in two places"
+        return "rows whose channels are in two parts"
     if isinstance(part, Paged):
         return "blocks of a pool"
     if isinstance(part, Dense):
         if part.rows.dtype not in FLOATS and not is_readable_float8(part.rows):
             return f"rows of {part.rows.dtype}"
-        return None if part.rows.stride(3) == 1 else "rows whose channels are not neighbours in memory"
+        return None if part.rows.stride(3) == 1 else "rows whose channels are not adjacent in memory"
     size, bits = part.group_size, part.bits
     widths = LEVEL_BITS if isinstance(part, Coded) else BITS if part.axis == "token" else CHANNEL_BITS
     if bits not in widths or size & (size - 1) or size > LARGEST_GROUP or size * bits % 32:
@@ -140,16 +140,16 @@ def refused(part: Part) -> str | None:
     if part.scale.dtype != torch.float16 or part.minimum.dtype != torch.float16:
         return f"pairs of {part.scale.dtype}"
     if part.minimum.stride() != part.scale.stride():
-        return "scales and minima laid out differently"
-    pair = 2 if part.axis == "token" else 1  # those are read two at a time
+        return "scales and minima with different strides"
+    pair = 2 if part.axis == "token" else 1  # these are read two at a time
     whole = (part.codes, 4), (part.scale, pair), (part.minimum, pair)
     if any(offset % unit for tensor, unit in whole for offset in (tensor.storage_offset(), *tensor.stride()[:2])):
-        return "codes or pairs that do not begin at a whole word"
+        return "codes or pairs that do not start at a 4-byte word"
     return None
 
 
 def _refused_codebook(part: Coded) -> str | None:
-    """The same for a codebook's codes of a width that they can read."""
+    """Why the kernels cannot read a codebook's codes; None where they can."""
     codes, norm, levels = part.codes, part.norm, part.levels
     inner = codes.shape[2:]
     if codes.stride()[2:] != (inner[1] * inner[2], inner[2], 1) or norm.stride(2) != 1:
@@ -159,13 +159,13 @@ def _refused_codebook(part: Coded) -> str | None:
     if levels.shape != (2**part.bits,) or levels.dtype != torch.float32 or not levels.is_contiguous():
         return "levels other than one float32 for each code"
     if any(offset % 4 for offset in (codes.storage_offset(), *codes.stride()[:2])):
-        return "codes that do not begin at a whole word"
+        return "codes that do not start at a 4-byte word"
     return None
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Slots with both sides packed, with one of them (`alone`: "keys", "values" or ""), and with none."""
+    """Slots where keys and values are both packed, one of them is (`alone`: "keys", "values" or ""), or neither."""
 
     both: int
     one: int
@@ -174,7 +174,7 @@ class Sections:
 
 
 def sections_of(key: Side, value: Side, by_pointer: bool) -> Sections:
-    """The sections of a store; with lengths on the device as large as they can become."""
+    """The sections of a store; with lengths on the device, their largest possible sizes."""
     both = min(key.packed_length, value.packed_length)
     if not by_pointer:
         either = max(key.packed_length, value.packed_length)
@@ -195,7 +195,7 @@ def sinks_fit(n_sink: int, key: Side, value: Side) -> bool:
 
 @dataclass(frozen=True)
 class Work:
-    """One call of `TritonKernel.attend`, looked through."""
+    """One call of `TritonKernel.attend`, with the layout of its keys and values."""
 
     query: Tensor
     key: Side

@@ -1,20 +1,20 @@
-"""One tile of keys or values, as the tensor cores take it: the loads of `kvbench.kernels.triton_kernels`.
+"""Loads one tile of keys or values in the layout of the tensor cores, for `kvbench.kernels.triton_walk`.
 
-Everything there is computed transposed,
+Attention is computed transposed there,
 
     scores [T, N] = keys [T, D] @ query [D, N]        output [Dv, N] += values [Dv, T] @ probabilities [T, N]
 
-so that codes are the tensor cores' first operand, and 8 columns do for up to 8 query rows.
+so that codes are the first operand of the tensor cores, and 8 columns suffice for up to 8 query rows.
 
-Neither the softmax nor the sums care in which order slots and channels stand in a tile. The orders below (`slot_at`,
-`key_channel_at`, `value_channel_at`) are those in which the words that a thread reads hold just the numbers that the
-tensor cores want from that thread, so nothing is exchanged after unpacking. The words are copied to shared memory 16
-bytes at a time, in an order in which all that a warp then reads at once lies side by side: no two of its threads want
-the same bank. Should a compiler lay things out differently, that costs time; no result depends on it.
+The softmax and the sums do not depend on the order of slots and channels in a tile. In the orders below (`slot_at`,
+`key_channel_at`, `value_channel_at`) the words that a thread reads hold exactly the numbers that the tensor cores need
+from that thread, so threads exchange nothing after unpacking. The words are copied to shared memory 16 bytes at a time,
+in an order without bank conflicts: the words that a warp reads at the same time are adjacent. If a compiler chooses
+another layout, the kernel is slower and its results are the same.
 """
 
 # mypy: ignore-errors
-# What stands below is Triton's dialect of Python, which a type checker does not know.
+# The code below is Triton's dialect of Python, which a type checker does not know.
 
 import triton
 import triton.language as tl
@@ -93,7 +93,7 @@ def keys_by_token(
     WORD_LANES: tl.constexpr = min(WORDS, 8 // BLOCK_LANES)
     COPIES: tl.constexpr = max(1, WORDS // 4)  # copies of 16 bytes that a channel of a block takes,
     CHANNELS: tl.constexpr = max(1, 4 // WORDS)  # or channels that one copy brings
-    # Channels 0, 4, 8 and 12 of 16 belong to threads that read at once, as do the tile's blocks.
+    # Threads that read at the same time hold channels 0, 4, 8 and 12 of 16, and the blocks of the tile.
     i, word = tl.arange(0, WIDTH * BLOCKS * WORDS // 4)[:, None], tl.arange(0, 4)[None, :]
     channel, i = i % 4 * 4, i // 4
     copy, i = i % COPIES, i // COPIES
@@ -162,8 +162,8 @@ def values_by_channel(
 ):
     """Values [WIDTH, T] of the slots first + row [T], channels in the order of `value_channel_at`.
 
-    The rows come in the order (T / 16, 4, 4) and leave in the order of the transposed: the last 4 of the input are
-    threads of one operand, which find their words side by side; the last 2 of the output share a register.
+    The input rows are in the order (T / 16, 4, 4), the output rows in the transposed order: the last 4 of the input are
+    threads of one operand, which read adjacent words; the last 2 of the output share a register.
     """
     BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
@@ -249,7 +249,7 @@ def row_pairs(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G:
 def dense_at(rows, stride, start, size, index, inside, channel, D: tl.constexpr):
     """Rows `index` at `channel`, two tensors that broadcast to the result, where `inside`; zero elsewhere.
 
-    Row 0 stands at row `start` of a ring of `size` rows; size is None where no row can be beyond its end.
+    Row 0 is at row `start` of a ring of `size` rows; size is None where no index goes beyond the end.
     """
     row = index + start
     if size is not None:

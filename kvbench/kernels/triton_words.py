@@ -1,7 +1,7 @@
-"""Words of packed codes into numbers: shifts, lookups and multiply-adds of `kvbench.kernels.triton_tiles`."""
+"""Decodes words of packed codes into numbers, for `kvbench.kernels.triton_tiles`."""
 
 # mypy: ignore-errors
-# What stands below is Triton's dialect of Python, which a type checker does not know.
+# The code below is Triton's dialect of Python, which a type checker does not know.
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def read_bits(stored):
-    """Bits of a code once its words are read: 3-bit codes are moved into words of 4-bit codes."""
+    """Bits of a code after its words are read: 3-bit codes are moved into words of 4-bit codes."""
     return 4 if stored == 3 else stored
 
 
@@ -17,8 +17,8 @@ def read_bits(stored):
 def codes_at(words, scale, minimum, LANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Code number LANE of the low byte of each 16-bit half, dequantised: [..., 2] from three tensors of halves.
 
-    The PTX does both halves at once: OR-ed into the mantissa of 1024.0 a code is a number, one multiply-add takes it
-    out again exactly, another applies the pair. The other branch says the same in plain operations.
+    The PTX decodes both halves at once: a code is OR-ed into the mantissa of 1024.0, one multiply-add subtracts 1024
+    exactly, and another applies scale and minimum. The other branch computes the same in plain operations.
     """
     MASK: tl.constexpr = 2**BITS - 1
     if PTX:
@@ -48,10 +48,10 @@ def codes_at(words, scale, minimum, LANE: tl.constexpr, BITS: tl.constexpr, DTYP
 
 @triton.jit
 def levels_at(words, norm, levels, LANE: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """The same for 4-bit codes that name levels: level times norm, [..., 2].
+    """`codes_at` for 4-bit indices of levels: level times norm, [..., 2].
 
     levels: with PTX the `byte_tables`; otherwise a pointer to float32. The PTX looks up the bytes of four codes at a
-    time, both lanes of both halves, and puts those of LANE together.
+    time, both lanes of both halves, and joins those of LANE.
     """
     if PTX:
         lower = bytes_at(words, levels[0], levels[1], levels[2], levels[3])
@@ -99,7 +99,7 @@ def bytes_at(words, a, b, c, d):
 
 @triton.jit
 def byte_tables(levels, BITS: tl.constexpr):
-    """The 2^BITS float32 levels as float16, as `levels_at` wants them: the low bytes in four words, then the high."""
+    """The 2^BITS float32 levels as float16, for `levels_at`: four words of low bytes, then four of high bytes."""
     return (
         byte_table(levels, 0, 0, BITS),
         byte_table(levels, 4, 0, BITS),
@@ -114,7 +114,7 @@ def byte_tables(levels, BITS: tl.constexpr):
 
 @triton.jit
 def byte_table(levels, FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):
-    """Bits SHIFT .. SHIFT + 7 of four levels in one word; past the last level they begin again."""
+    """Bits SHIFT .. SHIFT + 7 of four levels in one word; after the last level the first follows."""
     table = tl.load(levels).to(tl.uint32) * 0
     for i in tl.static_range(4):
         half = tl.load(levels + (FIRST + i) % 2**BITS).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -137,7 +137,7 @@ def dequantise(words, scale, minimum, levels, BITS: tl.constexpr, DTYPE: tl.cons
     """All codes of uint32 `words` [...]: [..., byte of the half (2), half (2), code of the byte (8 / BITS)].
 
     scale, minimum: words of two float16, one for each half, broadcastable to [...].
-    levels: None, or what `levels_at` wants, for codes of 4 bits; `scale` is the norm then.
+    levels: None, or the levels as `levels_at` takes them, for codes of 4 bits; `scale` is then the norm.
     """
     words = tl.join(words, words >> 8)
     scale, minimum = tl.expand_dims(scale, -1), tl.expand_dims(minimum, -1)

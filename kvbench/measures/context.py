@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.build import Method
-from kvbench.cache.caches import AnyCache, PrefixCache
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.rule import EMPTY
 from kvbench.measures.out_of_memory import give_memory_back, is_out_of_memory
 from kvbench.models.checkpoint import ModelSpec
@@ -105,10 +105,10 @@ class RunContext:
 
         samples: number of each of the cache's rows. where: columns of the row (context=, question=).
         """
-        if not self.save_kept or method.method.rule.budget is None or isinstance(cache, PrefixCache):
+        if not self.save_kept or method.method.rule.budget is None:
             return
         row = replace(method.row, measure=measure, **where)
-        held = {layer.index: layer.kept_positions() for layer in cache.compressible}
+        held = cache.kept_positions()
         for b, sample in enumerate(samples):
             layers = {layer: [head[head != EMPTY].tolist() for head in rows[b]] for layer, rows in held.items()}
             self.journal.kept.append(Kept(row, sample, layers))

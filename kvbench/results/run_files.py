@@ -49,7 +49,7 @@ LONG_TEXT = ("model", "dataset", "knobs", "note", "flags", "revision", "run")
 """Text columns of any length; all others hold names."""
 
 _STATUS = {
-    "status": is_one_of(*RUN_STATUSES),
+    "status": optional(is_one_of(*RUN_STATUSES)),
     "started": optional(is_text),
     "finished": optional(is_text),
     "owner": optional(is_object),
@@ -124,7 +124,7 @@ def read_run(run: Path) -> RunFiles:
     if status is not None:
         promised = status.get("rows")
         count = (0 if table is None else table.num_rows) if promised is None else promised
-        return RunFiles(run, status, table, count)
+        return RunFiles(run, {"status": "unknown"} | status, table, count)
     lost = any((run / name).exists() for name in (STATUS, CONFIG, PROVENANCE))
     if lost and table is not None:
         skip(run / METRICS, f"its {STATUS} is lost or damaged, so its rows may have been measured again elsewhere")
@@ -145,7 +145,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
     A run that calls itself running while its process is gone is "interrupted".
     """
-    status = read_object(run / STATUS, status_problem) or {"status": "unknown"}
+    status = {"status": "unknown"} | (read_object(run / STATUS, status_problem) or {})
     if status["status"] == "running" and "owner" in status and not is_alive(status["owner"], run / STATUS):
         status |= {"status": "interrupted", "note": "its process is gone; the same command goes on where it stopped"}
     return status

@@ -9,14 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_module
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.composing import composed, shared_compositions
-from kvbench.config import PLAIN_KEYS, check_measures, method_configs
+from kvbench.config import ConfigSources, chosen_measures, method_configs
+from kvbench.config.composing import shared_compositions
 from kvbench.errors import UserError
 from kvbench.files import to_json, write_atomic, writing_to
 from kvbench.measures.measure import Measure, read_measure
@@ -71,7 +67,7 @@ def job_of(config: DictConfig, sweep: Sweep | None) -> Job:
 
 
 def cells_of(config: DictConfig, overrides: list[str]) -> list[Cell]:
-    """The cells of a job, without their keys. Raises UserError and Hydra's errors; Hydra must be initialised."""
+    """The cells of a job, without their keys. Raises UserError, and Hydra's errors for unknown names and keys."""
     methods = method_configs(config, overrides)
     common = common_of(config)
     return [cell_of(method, part, common) for part in parts_of(measures_of(config)) for method in methods]
@@ -79,7 +75,7 @@ def cells_of(config: DictConfig, overrides: list[str]) -> list[Cell]:
 
 def measures_of(config: DictConfig) -> list[Measure]:
     """The measures that a composed config selects, with their settings. Raises UserError for those it cannot use."""
-    return [read_measure(name, node_of(config, name)) for name in check_measures(config.measure)]
+    return [read_measure(name, node_of(config, name)) for name in chosen_measures(config)]
 
 
 def node_of(config: DictConfig, name: str) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def node_of(config: DictConfig, name: str) -> dict[str, Any]:
     return {str(key): value for key, value in node.items()}
 
 
-def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
+def plan_sweep(words: Sequence[str], sources: ConfigSources, command: list[str]) -> Sweep:
     """Compose every job of the words under -m and write the plan; nothing is launched.
 
     A job whose methods contradict each other is planned as refused and costs the others nothing. Raises UserError, and
@@ -103,15 +99,15 @@ def plan_sweep(words: Sequence[str], command: list[str]) -> Sweep:
     cells: dict[str, Cell] = {}
     results: set[str] = set()
     reruns: set[str | None] = set()
-    with initialize_config_module("kvbench.conf", version_base="1.3"), shared_compositions():
-        for overrides in expand(words):
-            config = composed(overrides, PLAIN_KEYS)
+    with shared_compositions():
+        for overrides in expand(words, sources):
+            config = sources.composed(overrides)
             of_job = job_of(config, None)
             results.add(str(of_job.results))
             reruns.add(of_job.rerun)
             planned: dict[str, Any] = {"overrides": overrides, "cells": [], "refused": None}
             try:
-                found = {cell.id: cell for cell in cells_of(config, overrides)}
+                found = {cell.id: cell for cell in cells_of(config, [*sources.words, *overrides])}
                 cells |= found
                 planned["cells"] = list(found)
             except UserError as error:
@@ -160,18 +156,9 @@ def check_hydra_folders(words: Sequence[str]) -> None:
             check_writable(value.strip("'\""), key)
 
 
-def expand(words: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job, as Hydra's own sweeper splits them. Hydra must be initialised."""
-    kept = [word for word in words if not word.startswith("-") and is_setting(word)]
-    # Internal to Hydra, pinned below 1.4: a plan must split the words exactly as the sweeper is going to.
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    batches = BasicSweeper.split_arguments(parser.parse_overrides(kept), None)
-    return [list(overrides) for batch in batches for overrides in batch]
-
-
-def is_setting(word: str) -> bool:
-    """False for what is Hydra's business alone; where it looks for configs matters to every compose."""
-    return not word.startswith(("hydra.", "hydra/")) or word.startswith("hydra.searchpath=")
+def expand(words: Sequence[str], sources: ConfigSources) -> list[list[str]]:
+    """The overrides of each job of the words under -m."""
+    return sources.jobs([word for word in words if not word.startswith(("-", "hydra.", "hydra/"))])
 
 
 def sweep_name(words: Sequence[str]) -> str:

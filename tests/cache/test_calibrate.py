@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench import calibrate as calibrate_module
+from kvbench.cache import calibrate as calibrate_module
 from kvbench.cache.build import Method
 from kvbench.cache.calibrate import calibrate, calibration_ids, calibration_slice, check_calibration
 from kvbench.cache.store import DenseStore
@@ -106,9 +106,9 @@ def test_a_model_sees_a_fixed_slice_of_the_essays(smollm2: LoadedModel) -> None:
 def test_windows_that_would_score_it_are_refused() -> None:
     first, stop = calibration_slice(100_000)
     for begin, end in ((first - 10, first + 1), (stop - 1, stop + 10), (first + 5, first + 6), (0, 100_000)):
-        with pytest.raises(UserError, match="another number of windows"):
-            check_calibration(100_000, [(0, 5), (begin, end)], 7)
-    check_calibration(100_000, [(first - 10, first), (stop, stop + 10)], 2)
+        with pytest.raises(UserError, match="perplexity.windows=7 would score .* type another number"):
+            check_calibration(100_000, [(0, 5), (begin, end)], "perplexity.windows=7")
+    check_calibration(100_000, [(first - 10, first), (stop, stop + 10)], "perplexity.windows=2")
 
 
 def test_the_command_line_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.cache import build
+from kvbench.cache import decode_kernel
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.decode import step
 from kvbench.cache.paged import PagedStore
@@ -63,7 +63,7 @@ def test_expanded_heads(store: Store) -> None:
 
 def test_on_a_gpu_the_kernel_named_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton reads neither channels in two places nor blocks of a pool: a step over those runs the reference."""
-    monkeypatch.setattr(build, "choose", lambda *_: TritonKernel())
+    monkeypatch.setattr(decode_kernel, "choose", lambda *_: TritonKernel())
     full, paged = Method("m", Full(), DenseStore()), Method("m", Full(), PagedStore())
     models = {layout: deepseek(layout=layout) for layout in ("absorbed", "latent")}
     for model, method, name in (
@@ -72,7 +72,7 @@ def test_on_a_gpu_the_kernel_named_is_the_one_that_runs(monkeypatch: pytest.Monk
         (tiny("llama"), full, "triton"),
         (tiny("llama"), paged, "reference"),
     ):
-        assert build.decode_kernel(method, model, torch.float32, "auto").name == name
+        assert decode_kernel.decode_kernel(method, model, torch.float32, "auto").name == name
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from kvbench.cache.store import DenseStore, SlotShape, Store
 from kvbench.check.__main__ import main as check
 from kvbench.cli.main import main
 from kvbench.errors import UserError
-from kvbench.kernels.cpu import pack_parts
+from kvbench.kernels.cpu_parts import pack_parts
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
@@ -336,7 +336,7 @@ def test_the_compiled_kernel_reads_latents_as_they_lie() -> None:
         runs = [decoded(model, method, ids, 40, kernel) for kernel in ("cpu", "reference")]
         torch.testing.assert_close(runs[0][1], runs[1][1], atol=2e-4, rtol=0)
         slots = runs[0][0].layers[0].slots
-        query = slots.turn_query(torch.randn(2, HEADS, 1, NOPE + ROPE))
+        query = slots.transform_query(torch.randn(2, HEADS, 1, NOPE + ROPE))
         assert pack_parts(query, slots.key_parts(), slots.value_parts()) is not None
 
 
@@ -352,7 +352,7 @@ def queries(model: Any) -> Iterator[list[Tensor]]:
 
     with (
         mock.patch("kvbench.cache.record.RecordLayer", Listening),
-        mock.patch("kvbench.cache.build.RecordLayer", Listening),
+        mock.patch("kvbench.cache.prefill.RecordLayer", Listening),
     ):
         yield found
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from kvbench.cache.build import Method, PrefillRecord, build_cache, prefill
-from kvbench.cache.caches import AnyCache, KVCache, PrefixCache
+from kvbench.cache.caches import AnyCache, KVCache, RecomputeCache
 from kvbench.cache.decode import generate, step
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
@@ -146,7 +146,7 @@ def test_recompute_holds_no_keys() -> None:
     prompt = ids[:, :15].clone()
     cache = build_cache(model, Method("recompute", Recompute(), DENSE), prompt)
     prompt.zero_()  # the ids are a copy as well
-    assert isinstance(cache, PrefixCache)
+    assert isinstance(cache, RecomputeCache)
     step(model, ids[:, 15:16], cache)
     assert list(cache.buffers()) == [] and cache.kept_tokens == 0 and not cache.has_compressed
     assert torch.equal(cache.ids, ids[:, :16])

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from kvbench.api import load_method
-from kvbench.cache.build import Method, _build_layer
+from kvbench.cache.build import Method, build_layer
+from kvbench.cache.plan import plan_layer
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack, rotate_back
 from kvbench.cache.store import DenseStore, SlotShape
-from kvbench.cli.messages import names
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, choose
 from kvbench.kernels.prefill import Scoring
@@ -36,12 +37,12 @@ LEFT_OUT_METHODS = {
     "adakv": "its heads keep unequally many tokens: tests/methods/test_adakv.py",
 }
 LEFT_OUT_STORES = {"lowrank": "needs a whole model's eigenvectors: tests/methods/test_lowrank.py"}
-for stock in (name for name in names("store") if name.startswith("hf_")):
+for stock in (name for name in BUILT_IN.names("store") if name.startswith("hf_")):
     LEFT_OUT_METHODS[stock] = LEFT_OUT_STORES[stock] = (
         "a cache of transformers' own, not of slots: tests/cache/test_stock.py"
     )
-METHODS = [name for name in names("method") if name not in LEFT_OUT_METHODS]
-STORES = [name for name in names("store") if name not in LEFT_OUT_STORES]
+METHODS = [name for name in BUILT_IN.names("method") if name not in LEFT_OUT_METHODS]
+STORES = [name for name in BUILT_IN.names("store") if name not in LEFT_OUT_STORES]
 
 # Settings that papers give for thousands of tokens, small enough for prompts of some dozens.
 SMALL = {
@@ -56,6 +57,8 @@ SMALL = {
     "combine": ("sum", "mean", "max"),
     "variant": ("in_cache", "absolute"),
     "group_size": (8, 16),
+    "protect_first": (None, None, 3),
+    "protect_last": (None, None, 4),
 }
 
 
@@ -182,7 +185,8 @@ def check(case: Case) -> None:
     record = LayerRecord(case.layer, key, value, scoring, observed, turn)
     kernel = REFERENCE if exact else choose(torch.device("cpu"), torch.float32, "cpu")
     step, new = max(case.steps), sum(case.steps)
-    layer = _build_layer(record, case.layers, method, [turn] * case.layers, new, step, kernel)
+    plan = plan_layer(method, record, case.layers)
+    layer = build_layer(record, replace(plan, max_new_tokens=new, step=step, kernel=kernel, rotate_back=turn))
     # The slow one.
     rule, budget = method.rule, method.rule.layer_tokens(n, case.layer, case.layers)
     scores = rule.initial_scores(record)
@@ -269,15 +273,9 @@ def test_half_precision_keeps_what_float32_keeps_of_the_same_numbers(method: str
             prompt = [x[:, :, : case.prompt] for x in (query, key, value)]
             observed = {o: o.compute(prompt[0], prompt[1], scoring, turn) for o in rule.observations()}
             record = LayerRecord(case.layer, prompt[1], prompt[2], scoring, observed, turn)
-            layer = _build_layer(
-                record,
-                case.layers,
-                Method(method, rule, store),
-                [turn] * case.layers,
-                sum(case.steps),
-                max(case.steps),
-                REFERENCE,
-            )
+            plan = plan_layer(Method(method, rule, store), record, case.layers)
+            room = {"max_new_tokens": sum(case.steps), "step": max(case.steps)}
+            layer = build_layer(record, replace(plan, rotate_back=turn, **room))
             kept.append([layer.kept_positions().tolist()])
             at = case.prompt
             for q in case.steps:
@@ -297,5 +295,7 @@ def test_cases_reach_every_store_and_every_kind_of_step() -> None:
 
 
 def test_what_is_left_out_exists_and_says_why() -> None:
-    assert set(LEFT_OUT_METHODS) <= set(names("method")) and set(LEFT_OUT_STORES) <= set(names("store"))
+    assert set(LEFT_OUT_METHODS) <= set(BUILT_IN.names("method")) and set(LEFT_OUT_STORES) <= set(
+        BUILT_IN.names("store")
+    )
     assert all(LEFT_OUT_METHODS.values()) and all(LEFT_OUT_STORES.values())

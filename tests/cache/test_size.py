@@ -9,16 +9,16 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import SlotShape, Store
-from kvbench.cli.messages import names
 from kvbench.config import method_config
+from kvbench.config.sources import BUILT_IN
 from kvbench.method_runs import instantiate
 from tests.shared.models import random_llama
 
@@ -36,7 +36,7 @@ def stores() -> dict[str, Store]:
     """Every store of conf/store, at a small residual."""
     found = {
         name: instantiate(method_config(compose("config", [f"store={name}", "residual=32"]))).store
-        for name in names("store")
+        for name in BUILT_IN.names("store")
         if not name.startswith("hf_")
     }
     rotations = key_rotations(MODEL, LAYERS)
@@ -47,7 +47,7 @@ def stores() -> dict[str, Store]:
 def rules() -> Iterator[tuple[str, KeepRule]]:
     """Every keep rule of conf/method that holds keys, with the budget where it takes one; AdaKV's heads, which hold
     whole blocks, have a test of their own."""
-    for name in names("method"):
+    for name in BUILT_IN.names("method"):
         if name.startswith("hf_"):
             continue
         for budget in (f"budget={BUDGET}", "budget=null"):
@@ -55,7 +55,7 @@ def rules() -> Iterator[tuple[str, KeepRule]]:
                 method = instantiate(method_config(compose("config", [f"method={name}", budget])))
             except InstantiationException:  # it takes no budget, or needs one
                 continue
-            if not method.rule.needs_ids and not method.rule.ragged_heads:
+            if not method.recomputes and not method.rule.ragged_heads:
                 yield name, method.rule
 
 

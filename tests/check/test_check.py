@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from torch import Tensor
 
 from kvbench.cache import rotary
@@ -18,8 +18,10 @@ from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape, Store
-from kvbench.check.__main__ import entries_of, main
+from kvbench.check.__main__ import main
 from kvbench.check.identities import Subject, Trial, method_identities, model_identities
+from kvbench.check.subjects import entries_of
+from kvbench.config.sources import BUILT_IN
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.full import Full
@@ -32,8 +34,8 @@ from tests.shared.models import random_llama
 
 FULL = Method("full", Full(), DenseStore())
 KEPT, MASKED = "what is kept is what the rule promises", "evicting equals masking the whole history"
-TURNS, WHOLE = "prompts in turns leave each other alone", "a budget for everything equals full"
-BATCH, STOCK = "a batch equals its rows alone", "the cache equals the model's own forward"
+TURNS, WHOLE = "prompts in turns do not affect each other", "a budget for everything equals full"
+BATCH, STOCK = "rows of a batch do not affect each other", "the cache equals the model's own forward"
 
 
 def trial_on(model: Any, *rules: KeepRule) -> Trial:
@@ -149,7 +151,8 @@ def test_keys_in_the_wrong_slot_are_caught(model: Any) -> None:
 
 def test_a_query_turned_the_wrong_way_is_caught(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = RotateBack.__call__
-    monkeypatch.setattr(rotary, "_takes_back", lambda *_: True)  # the engine's own guard would refuse it first
+    for guard in ("_takes_back", "_turns_what_is_cached"):  # the engine's own guards would refuse it first
+        monkeypatch.setattr(rotary, guard, lambda *_: True)
     monkeypatch.setattr(RotateBack, "__call__", lambda self, query, tokens: right(self, query, -tokens))
     assert MASKED in failed(model, StreamingLLM)
 
@@ -201,6 +204,46 @@ def test_the_command_says_what_does_not_hold(
 
 
 @pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (16, "group=32 does not divide the head size 16; type one of: group=8, group=16"),
+        (80, "group=32 does not divide the head size 80"),
+        (100, "group=32 does not divide the head size 100"),
+        (120, "group=32 does not divide the head size 120; type one of: group=8, group=24"),
+    ],
+)
+def test_a_store_that_does_not_fit_the_head_size_is_named_and_the_rest_runs(
+    size: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, f"model.random.head_dim={size}", "compare=[kivi4,h2o]"]) == 0
+    gate, first, *lines, last = capsys.readouterr().out.splitlines()
+    assert gate.startswith("pass  full ") and "full cache equals the model's forward: max difference" in gate
+    assert first.startswith("skip  kivi4 ") and reason in first
+    assert {line.split()[1] for line in lines} >= {"full", "h2o"}
+    assert all(line.startswith("pass") for line in lines)
+    assert last.endswith("; 1 do not fit random-tiny and were skipped")
+
+
+def test_the_only_method_that_was_named_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "model.random.head_dim=80", "method=kivi4"]) == 2
+    assert "kivi4 does not fit random-tiny: group=32 does not divide the head size 80" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_offline_model_passes_whatever_its_type_and_threads(
+    dtype: str, threads: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert main([f"model.dtype={dtype}", f"threads={min(threads, os.cpu_count() or 1)}"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert "all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "answer"),
     [
         (["method=h2o", "budget=1000000"], "budget="),
@@ -219,10 +262,9 @@ def test_unusable_input_is_one_line(words: list[str], answer: str, capsys: pytes
 
 
 def test_by_itself_it_tries_each_kind_of_method_and_store() -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        config = compose("config", TINY)
-        tried = [[word for word in entry if word not in TINY] for entry in entries_of(config, TINY)]
-        every = list(entries_of(config, TINY, everything=True))
+    config = BUILT_IN.composed(TINY)
+    tried = [[word for word in entry if word not in TINY] for entry in entries_of(config, TINY, BUILT_IN)]
+    every = list(entries_of(config, TINY, BUILT_IN, everything=True))
     assert tried[0] == ["method=full"] and ["method=h2o", "budget=96"] in tried
     assert ["method=snapkv", "store=int4", "budget=96"] in tried
     assert len(every) >= 3 * len(tried)

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from kvbench.cli.main import sweep_words
-from kvbench.cli.messages import names
+from kvbench.cli.words import sweep_words
 from kvbench.config import (
     KNOBS,
     OTHER_KNOBS,
     MethodConfig,
-    check_measures,
+    chosen_measures,
     did_you_mean,
     entry_overrides,
     method_configs,
 )
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
-from kvbench.measures.latency import Latency
-from kvbench.measures.measure import Measure, read_measure
+from kvbench.measures.measure import read_measure
 from kvbench.measures.memory import Memory
-from kvbench.measures.needle import Needle
-from kvbench.measures.perplexity import Perplexity
 from kvbench.results.resume_key import resume_key
 from kvbench.results.row import COLUMNS
+from kvbench.sweep.plan import measures_of
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hydra() -> Iterator[None]:
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        yield
+def compose(*words: str) -> DictConfig:
+    return BUILT_IN.composed(words)
 
 
 def found(*words: str) -> list[MethodConfig]:
-    return method_configs(compose("config", list(words)), list(words))
+    return method_configs(compose(*words), list(words))
 
 
 def labels(*words: str) -> list[str]:
@@ -192,12 +186,12 @@ def test_every_knob_that_can_change_a_number_changes_the_key(method: str, change
 
 
 def test_every_method_composes_with_its_own_store_and_says_its_name() -> None:
-    for name in names("method"):
+    for name in BUILT_IN.files("method"):
         methods = found(f"method={name}", "budget=64")
         assert methods[-1].name == name
         assert methods[0].is_baseline
         assert methods[-1].rule["_target_"].startswith("kvbench.methods.")
-    for name in names("store"):
+    for name in BUILT_IN.files("store"):
         if not name.startswith(("kivi", "hf_")):
             assert found("method=full", f"store={name}")[-1].store == name
 
@@ -244,7 +238,7 @@ FIRST_LIGHT = [
 
 
 def test_first_light_is_the_command_spelled_out() -> None:
-    preset, spelled = compose("config", ["experiment=first_light"]), compose("config", FIRST_LIGHT)
+    preset, spelled = compose("experiment=first_light"), compose(*FIRST_LIGHT)
     assert OmegaConf.to_container(preset, resolve=True) == OmegaConf.to_container(spelled, resolve=True)
     assert [m.effective for m in found("experiment=first_light")] == [m.effective for m in found(*FIRST_LIGHT)]
     assert len(found("experiment=first_light")) == 7
@@ -255,21 +249,14 @@ def test_a_preset_can_be_changed() -> None:
     assert [(m.label, m.columns.get("budget")) for m in methods] == [("full", None), ("h2o", 64)]
 
 
-def read(kind: type[Measure], node: dict[str, Any]) -> Any:
-    """The measure of a config node."""
-    return read_measure(kind.name, {"_target_": f"{kind.__module__}.{kind.__name__}"} | node)
-
-
 def test_defaults_are_those_of_the_design() -> None:
-    config = compose("config", ["method=h2o", "budget=1000"])
-    assert check_measures(config.measure) == ["perplexity", "needle", "memory", "latency"]
-    nodes: Any = OmegaConf.to_container(config, resolve=True)
-    perplexity = read(Perplexity, nodes["perplexity"])
-    assert (perplexity.context, perplexity.tokens, perplexity.windows) == (3072, 128, 2)
-    needle = read(Needle, nodes["needle"])
-    assert (needle.lengths, needle.depths, needle.samples, needle.question) == ([2048], [0.1, 0.5, 0.9], 4, ["after"])
-    assert read(Memory, nodes["memory"]).contexts == [512, 2048, 4096]
-    assert read(Latency, nodes["latency"]).contexts == [512, 2048, 4096]
+    config = compose("method=h2o", "budget=1000")
+    assert chosen_measures(config) == ["perplexity", "needle", "memory", "latency"]
+    perplexity, needle, memory, latency = map(lambda measure: measure.settings(), measures_of(config))
+    assert (perplexity["context"], perplexity["tokens"], perplexity["windows"]) == (3072, 128, 2)
+    assert (needle["lengths"], needle["depths"]) == ([2048], [0.1, 0.5, 0.9])
+    assert (needle["samples"], needle["question"]) == (4, ["after"])
+    assert memory["contexts"] == latency["contexts"] == [512, 2048, 4096]
     assert (config.seed, config.kernel, config.threads) == (0, "auto", None)
 
 
@@ -286,25 +273,41 @@ def test_defaults_are_those_of_the_design() -> None:
     ],
 )
 def test_packing(words: list[str], packed: list[str]) -> None:
-    assert sweep_words(words) == packed
+    assert sweep_words(words, BUILT_IN) == packed
 
 
 def test_measures() -> None:
-    assert check_measures("memory") == ["memory"]
-    assert check_measures(["memory", "latency", "memory"]) == ["memory", "latency"]
+    def chosen(measure: Any) -> list[str]:
+        return chosen_measures(OmegaConf.create(dict(compose()) | {"measure": measure}))
+
+    assert chosen("memory") == ["memory"]
+    assert chosen(["memory", "latency", "memory"]) == ["memory", "latency"]
+    known = "fidelity, latency, memory, needle, paging, perplexity, tasks"
     for nothing in (None, [], "", ["memory", "speed"], [3], 3, [["memory"]]):
-        with pytest.raises(UserError, match="choose from perplexity, needle, tasks, fidelity, memory, latency"):
-            check_measures(nothing)
+        with pytest.raises(UserError, match=f"choose from {known}"):
+            chosen(nothing)
+    with pytest.raises(UserError, match="is not a list; type measure="):
+        chosen({"a": 1})
 
 
 # settings of measures
 
 
+def read(name: str, **settings: Any) -> dict[str, Any]:
+    """The settings of a measure whose yaml file is changed by `settings`."""
+    return read_measure(name, BUILT_IN.content("measures")[name] | settings).settings()
+
+
+def test_yaml_files_of_measures_show_the_defaults_of_their_classes() -> None:
+    for name, node in BUILT_IN.content("measures").items():
+        assert read(name) == read_measure(name, {"_target_": node["_target_"]}).settings()
+
+
 def test_settings_take_one_value_for_a_list_and_count_each_once() -> None:
-    assert read(Memory, {"contexts": 64, "tokens": 2}) == Memory([64], 2)
-    assert read(Memory, {"contexts": [64, 32, 64], "tokens": 2}).contexts == [64, 32]
-    node = {"lengths": [64], "depths": [0, 0.0, 1], "samples": 1, "question": "before", "batch": 1}
-    assert read(Needle, node).depths == [0.0, 1.0]
+    node = {"_target_": "kvbench.measures.memory.Memory", "contexts": 64, "tokens": 2}
+    assert read_measure("memory", node) == Memory([64], 2)
+    assert read("memory", contexts=[64, 32, 64])["contexts"] == [64, 32]
+    assert read("needle", depths=[0, 0.0, 1])["depths"] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -321,19 +324,18 @@ def test_settings_take_one_value_for_a_list_and_count_each_once() -> None:
 )
 def test_settings_of_a_wrong_kind(change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refusal:
-        read(Memory, {"contexts": [64], "tokens": 2} | change)
+        read("memory", **change)
     assert says in str(refusal.value)
 
 
 @pytest.mark.parametrize("depth", [-0.1, 1.1, "deep", True, float("nan"), None])
 def test_depths_of_a_wrong_kind(depth: Any) -> None:
-    node = {"lengths": [64], "depths": [depth], "samples": 1, "question": "after", "batch": 1}
     with pytest.raises(UserError, match="is not a number from 0 to 1"):
-        read(Needle, node)
+        read("needle", depths=[depth])
 
 
 def test_no_warm_up_is_allowed() -> None:
-    assert read(Latency, {"contexts": [64], "steps": 1, "warmup": 0, "graph": "auto"}).warmup == 0
+    assert read("latency", warmup=0)["warmup"] == 0
 
 
 @pytest.mark.parametrize(("word", "near"), [("h20", "h2o"), ("H2O", "h2o"), ("kivi3", "kivi"), ("zzz", "")])
@@ -347,6 +349,6 @@ def test_yaml_files_say_what_they_are() -> None:
     from importlib import resources
 
     for group, key in (("method", "method"), ("store", None)):
-        for name in names(group):
+        for name in BUILT_IN.files(group):
             content = yaml.safe_load(resources.files("kvbench.conf").joinpath(group, f"{name}.yaml").read_text())
             assert content.get(key, content)["name"] == name

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from kvbench.cli import fetch as fetch_module
-from kvbench.cli.fetch import fetch, main
+from kvbench import offline
+from kvbench.cli import downloads as fetch_module
+from kvbench.cli.downloads import fetch
+from kvbench.cli.fetch import main
 from kvbench.errors import UserError
 from kvbench.models.gguf import check_gguf
 from kvbench.offline import Recipe, cache_folder, fetched_path
@@ -44,7 +46,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
         archive.writestr("kvbench_tiny_texts-1.0.dist-info/RECORD", "")
     sha = hashlib.sha256(wheel.read_bytes()).hexdigest()
     made = Recipe("kvbench-tiny-texts", "1.0", sha, 1, "tiny/texts/", ".txt", 2)
-    monkeypatch.setitem(fetch_module.RECIPES, "tiny", made)
+    monkeypatch.setitem(offline.RECIPES, "tiny", made)
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -122,7 +124,7 @@ def test_wrong_checksum_keeps_nothing(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = Recipe("kvbench-tiny-texts", "1.0", "0" * 64, 1, "tiny/texts/", ".txt", 2)
-    monkeypatch.setitem(fetch_module.RECIPES, "tiny", wrong)
+    monkeypatch.setitem(offline.RECIPES, "tiny", wrong)
     assert "checksum mismatch" in refusal(capsys, "tiny")
     assert entries(cache_folder()) == []
 
@@ -204,7 +206,7 @@ def licensed(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         terms="TERMS.html",
         licence="the Terms of Test",
     )
-    monkeypatch.setitem(fetch_module.RECIPES, "bound", made)
+    monkeypatch.setitem(offline.RECIPES, "bound", made)
     return made
 
 
@@ -234,7 +236,7 @@ def test_a_piece_that_is_not_what_was_pinned_keeps_nothing(
 ) -> None:
     first, (name, _) = licensed.pieces or ()
     wrong = dataclasses.replace(licensed, pieces=(first, (name, "0" * 64)))
-    monkeypatch.setitem(fetch_module.RECIPES, "bound", wrong)
+    monkeypatch.setitem(offline.RECIPES, "bound", wrong)
     assert "checksum mismatch" in refusal(capsys, "bound", "--accept-license")
     assert entries(cache_folder()) == []
 

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from kvbench import run
-from kvbench.cli.main import check_words, main
-from kvbench.cli.messages import SWITCHES, help_text, names, unknown_key
-from kvbench.config import GROUPS, KNOBS, MEASURES, OTHER_KNOBS
+from kvbench.cli.help_text import SWITCHES, help_text
+from kvbench.cli.main import main
+from kvbench.cli.words import check_words
+from kvbench.config import GROUPS, KNOBS, OTHER_KNOBS
+from kvbench.config.error_lines import unknown_key
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
 from kvbench.results.loading import find_runs, load
 from kvbench.results.run_files import read_status
@@ -72,7 +75,7 @@ BAD = [
     (["model.pth=x"], "did you mean model.path?"),
     (["model.load_kwargs.foo=1"], "type +model.load_kwargs.foo=VALUE"),
     (["measure=[memry]"], "measure=memry is unknown (did you mean memory?)"),
-    (["measure=[]"], "measure=[] measures nothing; choose from perplexity"),
+    (["measure=[]"], "measure=[] measures nothing; choose from fidelity"),
     (["method=gqa"], "model=smollm2-135m"),
     (["method=mqa"], "type model=gemma3-270m"),
     (["method=mla"], "type model="),
@@ -165,7 +168,7 @@ BAD = [
     (["memory.contexts=[32,1.5]"], "memory.contexts=1.5 is not a whole number"),
     (["memory.tokens=0"], "memory.tokens=0"),
     (["measure=[latency]", "latency.warmup=-1"], "latency.warmup=-1 is not a whole number of at least 0"),
-    (["measure=[needle]", "needle.depths=[1.5]"], "needle.depths=1.5 is not a depth"),
+    (["measure=[needle]", "needle.depths=[1.5]"], "needle.depths=1.5 is not a number from 0 to 1"),
     (["measure=[needle]", "needle.question=during"], "type needle.question=after or needle.question=before"),
     (["memory=16"], "memory=16 is not a group of settings; type memory.KEY=VALUE"),
     # lengths
@@ -207,6 +210,25 @@ BAD = [
     (["data=essays", 'data.path="a=b.txt"'], "data.path=a=b.txt does not exist"),
     (["data=essays", "data.path=~/nowhere"], f"data.path={Path.home()}/nowhere does not exist"),
     (["experiment=null"], "experiment=null names nothing"),
+    # values of another kind
+    (["model=3"], "model=3 is unknown; choose from deepseek-v2-lite"),
+    (["method=3"], "method=3 is unknown; choose from adakv"),
+    (["store=2"], "store=2 is unknown"),
+    (["data=1"], "data=1 is unknown; choose from essays"),
+    (["experiment=3"], "experiment=3 is unknown; choose from architecture"),
+    (["compare=['method=3']"], "method=3 is unknown; choose from adakv"),
+    (["model={a: 1}"], "model={a: 1} is no name; choose from deepseek-v2-lite"),
+    (["hydra=3"], "hydra=3: Hydra's settings are set one by one"),
+    (["hydra.run.dir=/proc/x"], "hydra.run.dir '/proc/x' cannot be written"),
+    (["method.rule=null"], "method.rule=None names no class; leave method.rule away"),
+    (["store.slots=3"], "store.slots=3 names no class"),
+    (["method.name=null"], "is no config with a name; type method=NAME"),
+    (["measure={a: 1}"], "measure={a: 1} is not a list; type measure='[fidelity]'"),
+    (["measure=[{a: 1}]"], "measure={'a': 1} is unknown; choose from fidelity"),
+    (["method.rule=[1]"], "method.rule"),
+    (["memory.tokens=99999999999999999999"], "memory.tokens=99999999999999999999 does not fit into 64 bits"),
+    (["memory.contexts=[32,-99999999999999999999]"], "memory.contexts=-99999999999999999999 does not fit into 64 bits"),
+    (["compare=['method=h2o budget=99999999999999999999']"], "compare=99999999999999999999 does not fit"),
     (["model.dtype=int8"], "model.dtype=int8 is not known"),
     (["model.random.num_attention_heads=5"], "not a multiple of the number of attention heads"),
 ]
@@ -252,14 +274,15 @@ def test_a_sweep_of_something_unknown_begins_nothing(
 def test_help_names_every_choice_and_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["-h"], ["help"], ["method=h2o", "--help"]):
         assert main(words) == 0
-        assert capsys.readouterr().out.rstrip() == help_text()
-    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in help_text().splitlines() if line.startswith("  ")}
-    for group in ("method", "store", "model", "data", "experiment"):
-        assert names(group)
-        for name, line in names(group).items():
+        assert capsys.readouterr().out.rstrip() == help_text(BUILT_IN)
+    listed = {
+        line.split()[0]: line.split(maxsplit=1)[1] for line in help_text(BUILT_IN).splitlines() if line.startswith("  ")
+    }
+    for group in ("method", "store", "measures", "model", "data", "experiment"):
+        assert BUILT_IN.names(group)
+        for name, line in BUILT_IN.names(group).items():
             assert line, f"{group}/{name}.yaml begins with no comment"
             assert listed[name]
-    assert set(MEASURES) <= set(listed)
     for knob in (*KNOBS, *OTHER_KNOBS, *SWITCHES):
         assert listed[knob], f"{knob} has no comment in config.yaml"
     assert sorted(Path.cwd().rglob("*")) == []
@@ -274,11 +297,20 @@ def test_cfg_shows_the_settings_and_runs_nothing(capsys: pytest.CaptureFixture[s
     assert sorted(Path.cwd().rglob("*")) == []
 
 
+def test_a_key_whose_default_is_an_empty_mapping_takes_any_mapping(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "model.load_kwargs={device_map: auto}", "--cfg", "job"]) == 0
+    assert "load_kwargs:\n    device_map: auto\n" in capsys.readouterr().out
+    assert main(["model=hub", "model.random={model_type: llama}", "--cfg", "job"]) == 0
+    assert "random:\n    model_type: llama\n" in capsys.readouterr().out
+    slurm = "hydra.launcher.additional_parameters={mail-type: END}"
+    assert BUILT_IN.spelled([slurm, "memory={contexts: [3]}"]) == [f"++{slurm}", "memory={contexts: [3]}"]
+
+
 def test_flags_and_their_values_are_told_apart() -> None:
-    check_words(["-m", "method=h2o", "--cfg", "job", "--resolve", "--info", "plugins", "hydra.verbose=true"])
+    check_words(["-m", "method=h2o", "--cfg", "job", "--resolve", "--info", "plugins", "hydra.verbose=true"], BUILT_IN)
     for words in (["--resolve", "job"], ["-m", "h2o"], ["--info", "method=h2o"], ["method=h2o", "-c"]):
         with pytest.raises(UserError):
-            check_words(words)
+            check_words(words, BUILT_IN)
 
 
 def test_unknown_keys_are_answered_with_keys_that_exist(capsys: pytest.CaptureFixture[str]) -> None:

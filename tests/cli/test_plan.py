@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from transformers import PreTrainedModel
 
 from kvbench.cache.build import Method, build_cache, prefill
@@ -16,9 +15,9 @@ from kvbench.cache.bytes import held_bytes
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.size import Planned, cache_bytes, largest_batch
 from kvbench.cache.store import DenseStore
-from kvbench.cli.messages import names
 from kvbench.cli.plan import config_of, main, planned_model, planned_shape, weight_bytes
 from kvbench.config import method_config
+from kvbench.config.sources import BUILT_IN
 from kvbench.method_runs import instantiate
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
@@ -61,8 +60,7 @@ def test_every_published_model_is_planned_offline() -> None:
     bounded = {name: sum(w is not None for w in published(name).windows) for name in PUBLISHED}
     assert bounded["google/gemma-3-1b-pt"] == 22 and bounded["google/gemma-2-2b"] == 13
     assert not any(bounded[name] for name in bounded if not name.startswith("google/"))
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        ids = {compose("config", [f"model={name}"]).model.id for name in names("model")}
+    ids = {BUILT_IN.composed([f"model={name}"]).model.id for name in BUILT_IN.files("model")}
     assert set(PUBLISHED) == ids - {None}
 
 
@@ -80,16 +78,15 @@ def of(model: PreTrainedModel) -> Planned:
 def every_method() -> dict[str, Method]:
     """Each rule with a dense store and with int4 where single slots are needed, and each store with every token."""
     found = {}
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        # A low-rank basis is made from weights; hf_* are transformers' own caches, with other dependencies.
-        for store in (name for name in names("store") if name != "lowrank" and not name.startswith("hf_")):
-            found[f"full+{store}"] = ["budget=null", "method=full", f"store={store}", "residual=32"]
-        others = ("full", "recompute", "kivi", "adakv", "hf_")
-        for name in (name for name in names("method") if not name.startswith(others)):
-            budget = "budget=270" if name == "lagkv" else "budget=64"
-            for store in ("dense", "int4"):
-                found[f"{name}+{store}"] = [budget, f"method={name}", f"store={store}"]
-        return {label: instantiate(method_config(compose("config", words))) for label, words in found.items()}
+    # A low-rank basis is made from weights; hf_* are transformers' own caches, with other dependencies.
+    for store in (name for name in BUILT_IN.files("store") if name != "lowrank" and not name.startswith("hf_")):
+        found[f"full+{store}"] = ["budget=null", "method=full", f"store={store}", "residual=32"]
+    others = ("full", "recompute", "kivi", "adakv", "hf_")
+    for name in (name for name in BUILT_IN.files("method") if not name.startswith(others)):
+        budget = "budget=270" if name == "lagkv" else "budget=64"
+        for store in ("dense", "int4"):
+            found[f"{name}+{store}"] = [budget, f"method={name}", f"store={store}"]
+    return {label: instantiate(method_config(BUILT_IN.composed(words))) for label, words in found.items()}
 
 
 def test_planned_bytes_are_what_caches_hold() -> None:
@@ -180,7 +177,7 @@ def test_bad_words_are_one_line(words: list[str], says: str, capsys: pytest.Capt
 def test_what_speaks_against_a_plan_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=llama2-7b", "method=full", "context=8192", "memory=10GiB"]) == 0
     said = capsys.readouterr().out
-    assert "the model has 4,096 positions and this takes 8,320: a run is refused" in said
+    assert "the model has 4,096 positions and this plan needs 8,320: a run will be refused" in said
     assert "the weights alone do not fit into 10.00 GiB" in said and said.splitlines()[-1].split()[-1] == "0"
 
 

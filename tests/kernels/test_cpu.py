@@ -20,7 +20,8 @@ from kvbench.cache.decode import step
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.kernels import REFERENCE, compile, compiled, reference
-from kvbench.kernels.cpu import MOST_ROWS, CpuKernel, pack_parts
+from kvbench.kernels.cpu import CpuKernel
+from kvbench.kernels.cpu_parts import MOST_ROWS, pack_parts
 from kvbench.kernels.parts import Axis, Coded, Dense, Packed, Part, Split
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise

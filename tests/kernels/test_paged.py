@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.kernels import compiled, reference
-from kvbench.kernels.cpu import CpuKernel, pack_parts
+from kvbench.kernels.cpu import CpuKernel
+from kvbench.kernels.cpu_parts import pack_parts
 from kvbench.kernels.parts import Coded, Dense, Packed, Paged
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise

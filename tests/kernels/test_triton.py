@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from kvbench.cache.store import SlotShape, Store
-from kvbench.kernels import triton_decode
+from kvbench.kernels import triton_decode, triton_plan
 from kvbench.kernels.parts import Dense
 from kvbench.kernels.prefill import Scoring
-from kvbench.kernels.triton_decode import Launch, TritonKernel, available, plan, refusal
+from kvbench.kernels.triton_decode import TritonKernel, available, refusal
 from kvbench.kernels.triton_pieces import Sections, Work, sections_of, side_of
+from kvbench.kernels.triton_plan import Launch, plan
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.turbo import Turbo
 from tests.shared.paths import ROOT
@@ -274,7 +275,7 @@ def test_rings_are_recognised() -> None:
 
 
 def test_programs_share_the_slots_evenly() -> None:
-    split = triton_decode._fewest_tiles
+    split = triton_plan._fewest_tiles
     assert split(0, 8, 1056) == 0
     assert split(1, 8, 1056) == 1
     assert split(1024, 8, 1056) == 128  # all at once, 8 tiles each

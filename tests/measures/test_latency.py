@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from kvbench.cache import build, graph
 from kvbench.cache.build import Method
-from kvbench.cache.caches import PrefixCache
+from kvbench.cache.caches import RecomputeCache
 from kvbench.cache.decode import generate
 from kvbench.cache.store import DenseStore
 from kvbench.measures.context import RunContext
@@ -465,7 +465,7 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
 def test_recompute_carries_ids_and_nothing_else() -> None:
     method = methods("recompute")["recompute"]
     cache = build.build_cache(MODEL, method, TEXT[None, :4])
-    assert isinstance(cache, PrefixCache)
+    assert isinstance(cache, RecomputeCache)
     assert list(cache.buffers()) == []
 
 

@@ -19,7 +19,7 @@ from kvbench import load_method
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.decode import generate, step
 from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
-from kvbench.cli.messages import names
+from kvbench.config.sources import BUILT_IN
 from kvbench.kernels import compiled
 from kvbench.measures import fallbacks as prefills
 from kvbench.measures.context import RunContext
@@ -337,7 +337,9 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
     ]
 
 
-ON_KERNELS = [name for name in names("method") if name not in ("lagkv", "recompute") and not name.startswith("hf_")]
+ON_KERNELS = [
+    name for name in BUILT_IN.names("method") if name not in ("lagkv", "recompute") and not name.startswith("hf_")
+]
 THROUGH_KERNELS = [
     *ON_KERNELS,
     "h2o+int8",

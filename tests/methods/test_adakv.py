@@ -15,8 +15,9 @@ from kvbench.api import load_method
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.counters import CacheFull
 from kvbench.cache.decode import step
-from kvbench.cache.layer import CacheFull, SlotLayer
+from kvbench.cache.layer import SlotLayer
 from kvbench.cache.pool import BLOCK_SIZE
 from kvbench.cache.ragged import RaggedLayer
 from kvbench.cache.rule import KEEP, KeepRule

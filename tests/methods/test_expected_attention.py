@@ -151,8 +151,8 @@ def test_sinks_the_newest_and_the_best_stay(monkeypatch):
         scores = slow_scores(query, layer.key, layer.value, rotation, layer.scoring.scaling, 4, None)
         for b in range(2):
             for kv in range(2):
-                worth = [math.inf if t < 4 or t == 39 else scores[b][kv][t] for t in range(40)]
-                stay = sorted(sorted(range(40), key=lambda t, worth=worth: (worth[t], t))[-17:])
+                priority = [math.inf if t < 4 or t == 39 else scores[b][kv][t] for t in range(40)]
+                stay = sorted(sorted(range(40), key=lambda t, priority=priority: (priority[t], t))[-17:])
                 assert cache.layers[layer.index].kept_positions()[b, kv].tolist() == stay
 
 
@@ -162,8 +162,8 @@ def test_ties_and_prompts_shorter_than_the_sinks():
     assert cache.layers[0].kept_positions()[0, 0].tolist() == [0, 1, 2]
     rule = ExpectedAttention(budget=6, n_sink=2)
     position = torch.arange(12).view(1, 1, -1)
-    worth = rule.priority(torch.full((1, 1, 12), 0.25), position, 11, 6, 0)
-    assert keep_best(worth, 6)[0, 0].tolist() == [0, 1, 8, 9, 10, 11]
+    priority = rule.priority(torch.full((1, 1, 12), 0.25), position, 11, 6, 0)
+    assert keep_best(priority, 6)[0, 0].tolist() == [0, 1, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama-dynamic", "phi3-longrope", "gemma2"])

@@ -71,8 +71,8 @@ def test_query_and_output_carry_the_scales_exactly(dtype: torch.dtype) -> None:
     query = torch.randn(2, 6, 1, 16, generator=draw).to(dtype)
     slots = slots_of(dtype=dtype)
     slots.fill(key.to(dtype), value.to(dtype))
-    got, _ = REFERENCE.attend(slots.turn_query(query), slots.key_parts(), slots.value_parts(), Scoring(0.25))
-    got = slots.turn_back(got)
+    got, _ = REFERENCE.attend(slots.transform_query(query), slots.key_parts(), slots.value_parts(), Scoring(0.25))
+    got = slots.restore_output(got)
     probabilities = (query.double() @ key.double().repeat_interleave(3, 1).mT * 0.25).softmax(-1)
     want = probabilities @ value.double().repeat_interleave(3, 1)
     assert got.dtype == dtype

@@ -26,8 +26,8 @@ def kept_of(scores: list[float], budget: int, **knobs: object) -> list[int]:
     """What H2O keeps of a prompt with these scores."""
     position = torch.arange(len(scores)).view(1, 1, -1)
     rule = H2O(budget=budget, **knobs)
-    worth = rule.priority(torch.tensor(scores).view(1, 1, -1), position, len(scores) - 1, budget, 0)
-    return keep_best(worth, budget)[0, 0].tolist()
+    priority = rule.priority(torch.tensor(scores).view(1, 1, -1), position, len(scores) - 1, budget, 0)
+    return keep_best(priority, budget)[0, 0].tolist()
 
 
 def test_heavy_and_recent_by_hand() -> None:
@@ -56,17 +56,17 @@ def test_victims_of_any_slots(levels: list[int], data: st.DataObject) -> None:
     n = len(levels)
     position = data.draw(st.permutations(range(n)))
     is_hole = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
-    worth = [KEEP if level == 4 else float(level) for level in levels]
+    priority = [KEEP if level == 4 else float(level) for level in levels]
     occupied = [i for i in range(n) if not is_hole[i]]
-    evictable = [i for i in occupied if worth[i] < KEEP]
+    evictable = [i for i in occupied if priority[i] < KEEP]
     assume(evictable)
     count = data.draw(st.integers(1, len(evictable)))
     got = lowest(
-        torch.tensor([[worth]]),
+        torch.tensor([[priority]]),
         torch.tensor([[[EMPTY if hole else p for p, hole in zip(position, is_hole, strict=True)]]], dtype=torch.int32),
         count,
     )
-    want = sorted(evictable, key=lambda i: (worth[i], position[i]))[:count]
+    want = sorted(evictable, key=lambda i: (priority[i], position[i]))[:count]
     assert got[0, 0].tolist() == want
 
 

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from kvbench.cache.basis import Basis, bases_of, eigenbasis, load_bases, save_bases, second_moment
+from kvbench.cache.basis import Basis, eigenbasis, load_bases, save_bases, second_moment
 from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.decode import step
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule

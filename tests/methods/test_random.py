@@ -12,8 +12,8 @@ from kvbench.methods.random import Random
 
 def kept_of(prompt: int, budget: int, seed: int = 0, heads: int = 1, layer: int = 0, batch: int = 1) -> torch.Tensor:
     position = torch.arange(prompt).expand(batch, heads, prompt)
-    worth = Random(budget=budget, seed=seed).priority(NO_SCORES, position, prompt - 1, budget, layer)
-    return keep_best(worth, budget)
+    priority = Random(budget=budget, seed=seed).priority(NO_SCORES, position, prompt - 1, budget, layer)
+    return keep_best(priority, budget)
 
 
 def test_the_recent_half_always_stays() -> None:
@@ -45,7 +45,7 @@ def test_seed_layer_and_head_draw_apart_and_rows_alike() -> None:
     assert (rows == rows[:1]).all()
 
 
-def test_a_token_keeps_its_worth() -> None:
+def test_the_priority_of_a_token_never_changes() -> None:
     """Dropped at the end of the prompt or step by step: what is left of the older half is the same."""
     position = torch.arange(90).view(1, 1, -1)
     rule = Random(budget=30)

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
+from kvbench.errors import SkippedFile
 from kvbench.report.__main__ import main
 from kvbench.report.advice.scenarios import advise
 from kvbench.report.advice.summary import summary
@@ -54,6 +55,7 @@ NOT_DRAWABLE = (math.nan, math.inf, -math.inf, None)
 def strict() -> Iterator[None]:
     with warnings.catch_warnings(), styled():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", SkippedFile)
         yield
     plt.close("all")
 

@@ -34,16 +34,16 @@ TEXT = torch.tensor(TOKENIZER(prose(3_000))["input_ids"])
 MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
 
 
-def test_perplexity_notes_what_each_head_holds_after_each_window() -> None:
+def test_perplexity_saves_what_each_head_holds_after_each_window() -> None:
     pyramid = Method("pyramid", Pyramid(budget=12, window=4), DenseStore())
     named = {**methods("full", "h2o"), "pyramid": pyramid, **methods("streaming_llm")}
-    bench = run_context_of(MODEL, named, TEXT, TOKENIZER, save_kept=True)
-    list(score_windows(bench, Perplexity(context=60, tokens=9, windows=3, batch=2)))
-    assert [(kept.row.method, kept.sample) for kept in bench.kept] == [
+    context = run_context_of(MODEL, named, TEXT, TOKENIZER, save_kept=True)
+    list(score_windows(context, Perplexity(context=60, tokens=9, windows=3, batch=2)))
+    assert [(kept.row.method, kept.sample) for kept in context.journal.kept] == [
         (name, sample) for batch in ([0, 1], [2]) for name in ("h2o", "pyramid", "streaming_llm") for sample in batch
     ]
     stride = (len(TEXT) - 69) / 2
-    for kept in bench.kept:
+    for kept in context.journal.kept:
         ids = TEXT[int(kept.sample * stride) :][:69].unsqueeze(0)
         cache = build_cache(MODEL, named[str(kept.row.method)], ids[:, :60], 9)
         for t in range(60, 68):
@@ -53,13 +53,13 @@ def test_perplexity_notes_what_each_head_holds_after_each_window() -> None:
         assert (kept.row.measure, kept.row.context) == ("perplexity", 60)
 
 
-def test_needle_notes_the_cache_at_the_end_of_the_answer() -> None:
-    bench = run_context_of(MODEL, methods("full", "streaming_llm"), TEXT, TOKENIZER, save_kept=True, save_tokens=True)
-    (finding,) = ask_needles(bench, Needle(lengths=[120], depths=[0.0, 0.5], samples=2, question=["after"], batch=4))
-    assert sorted(kept.sample for kept in bench.kept) == [0, 1, 2, 3]
-    budget = bench.methods[1].method.rule.tokens(120)
-    for kept in bench.kept:
-        fed = 120 + len(finding.samples[kept.sample]["question_ids"]) + TASKS["single_number"].answer_tokens - 1
+def test_needle_saves_the_cache_at_the_end_of_the_answer() -> None:
+    context = run_context_of(MODEL, methods("full", "streaming_llm"), TEXT, TOKENIZER, save_kept=True, save_tokens=True)
+    (result,) = ask_needles(context, Needle(lengths=[120], depths=[0.0, 0.5], samples=2, question=["after"], batch=4))
+    assert sorted(kept.sample for kept in context.journal.kept) == [0, 1, 2, 3]
+    budget = context.methods[1].method.rule.tokens(120)
+    for kept in context.journal.kept:
+        fed = 120 + len(result.samples[kept.sample]["question_ids"]) + TASKS["single_number"].answer_tokens - 1
         expected = [*range(4), *range(fed - budget + 4, fed)]
         assert kept.layers == {0: [expected] * 2, 1: [expected] * 2}
         assert (kept.row.measure, kept.row.question) == ("needle", "after")

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from kvbench.cli.main import main
 from kvbench.config import method_configs
+from kvbench.config.sources import BUILT_IN
 from kvbench.errors import UserError
-from kvbench.measures.measure import read_settings
 from kvbench.measures.perplexity import Perplexity
 from kvbench.report.__main__ import main as report
 from kvbench.report.tables.published import Published, published_of, published_table
 from kvbench.results.loading import find_runs, load
 from kvbench.results.row import Row
+from kvbench.sweep.plan import measures_of
 from tests.shared.text import light
 
 PRESETS = ("streaming_sinks", "streaming_400k", "llama2_wikitext2", "llama2_wikitext2_4096")
@@ -108,19 +107,17 @@ def test_a_node_that_cannot_be_used_is_refused_in_one_line(node: Any, said: str)
 def test_presets_compose_and_name_what_they_measure(name: str) -> None:
     """Each published number has a method of the preset, and the settings are the preset's own."""
     words = [f"experiment={name}"]
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        config = compose("config", words)
-        methods = method_configs(config, words)
+    config = BUILT_IN.composed(words)
+    methods = method_configs(config, words)
     found = published_of(config.published)
     assert found is not None and found.source
-    node = OmegaConf.to_container(config.perplexity, resolve=True)
-    assert isinstance(node, dict)
-    setting = read_settings(Perplexity, "perplexity", {str(key): value for key, value in node.items()})
+    (setting,) = measures_of(config)
+    assert isinstance(setting, Perplexity)
     told = {
         "model": config.model.id,
         "dtype": config.model.dtype,
         "dataset": config.data.name,
-        "protocol": setting.name,
+        "protocol": setting.protocol_name,
         "n": setting.windows * setting.tokens,
         "budget": config.budget,
         "context": 0 if setting.protocol == "stream" else setting.context,
@@ -183,9 +180,8 @@ def test_a_run_and_its_report_show_the_published_numbers(
 )
 def test_the_preset_of_a_harness_task_names_its_methods(name: str, labels: list[str]) -> None:
     words = [f"experiment={name}"]
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        config = compose("config", words)
-        methods = method_configs(config, words)
+    config = BUILT_IN.composed(words)
+    methods = method_configs(config, words)
     found = published_of(config.published)
     assert found is not None and config.harness.tasks == [found.settings["dataset"]]
     assert (config.model.id, config.model.dtype) == (found.settings["model"], found.settings["dtype"])

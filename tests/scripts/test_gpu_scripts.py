@@ -105,7 +105,7 @@ def test_check_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_graph_sees_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that does not count what it gave up turns StreamingLLM's sinks by too little."""
-    monkeypatch.setattr("kvbench.cache.counts.Counts.end", lambda counts: None)
+    monkeypatch.setattr("kvbench.cache.counters.DeviceCounters.evict", lambda counters: None)
     out = tmp_path / "rows.json"
     words = ["script", "--device", "cpu", "--only", "streaming_llm+rot4", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", words)

@@ -58,10 +58,10 @@ class Reading:
             self.twin.settle()
 
     def turned(self, query: Tensor) -> Tensor:
-        return query if self.twin is None else self.twin.turn_query(query)
+        return query if self.twin is None else self.twin.transform_query(query)
 
     def back(self, output: Tensor) -> Tensor:
-        return output if self.twin is None else self.twin.turn_back(output)
+        return output if self.twin is None else self.twin.restore_output(output)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, n, D], as `turned` queries and `back` outputs expect them."""
@@ -132,7 +132,7 @@ class SlowLayer:
         self.alive = torch.cat([self.alive, torch.ones_like(new, dtype=torch.bool)], -1)
         if self.scores is not None:
             fresh = torch.zeros(new.shape, dtype=torch.float64)
-            fresh[:] = self.rule.fresh_scores(key)
+            fresh[:] = self.rule.fresh_scores(key, value)
             self.scores = torch.cat([self.scores, fresh], -1)
         probabilities, output = self._attend(tokens, rows, evicted)
         self.seen += q

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from kvbench.cache.basis import bases_of
 from kvbench.cache.build import Method, build_cache
+from kvbench.cache.calibrate import bases_of
 from kvbench.cache.captured import DecodeStep
 from kvbench.cache.decode import step
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.store import DenseStore
-from kvbench.kernels import reference, triton_decode, triton_kernels
+from kvbench.kernels import reference, triton_kernels, triton_plan
 from kvbench.kernels.parts import Dense, Part
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel, refusal
@@ -162,14 +162,14 @@ def test_several_tokens_and_holes_in_each_head() -> None:
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("kind", ["dense", "per token", "kivi"])
 def test_programs_that_walk_many_tiles(kind: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_decode, "_fewest_tiles", lambda tiles, *_: min(tiles, programs))
+    monkeypatch.setattr(triton_plan, "_fewest_tiles", lambda tiles, *_: min(tiles, programs))
     query, key, value = draw(torch.float16, 350)
     check(query, store(kind, key, value))
 
 
 def test_more_programs_and_slots_than_are_combined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_decode, "SHARES", 2)
-    monkeypatch.setattr(triton_decode, "COLUMNS", 64)
+    monkeypatch.setattr(triton_plan, "SHARES", 2)
+    monkeypatch.setattr(triton_plan, "COLUMNS", 64)
     query, key, value = draw(torch.float16, 300, dims=(64, 40))
     check(query, dense(key, value), Scoring(0.1, sink_logits=torch.tensor([1.0, -1.0])))
 

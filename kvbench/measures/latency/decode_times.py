@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.bytes import held_bytes
-from kvbench.cache.caches import AnyCache, PrefixCache
+from kvbench.cache.caches import AnyCache
 from kvbench.cache.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.cache.record import PrefillRecord, clock
 from kvbench.measures.context import Journal, MethodRun, Result, RunContext
@@ -56,7 +56,7 @@ class TimedMethod:
 
     def affordable(self, count: int, timed: bool) -> int:
         """Steps of a turn of `count` that this method gets to run."""
-        if not isinstance(self.cache, PrefixCache):
+        if not self.cache.recomputes:
             return count
         return min(count, RECOMPUTE_STEPS - len(self.step_ms) if timed else 1)
 
@@ -216,7 +216,7 @@ def _generations(
     found = []
     for method in methods:
         with context.guarded(method, "latency", context=prompt, batch=record.ids.shape[0]):
-            if not method.method.rule.needs_ids:
+            if not method.method.recomputes:
                 found.append(generation(context, settings, method, record))
     return [each for each in found if not context.has_failed(each.method, "latency", context=prompt, batch=each.batch)]
 
@@ -256,7 +256,7 @@ def _rows(context: RunContext, one: TimedMethod, record: PrefillRecord, prompt: 
             **bounds(percentile_interval(times, percent, context.seed)),
         )
     yield replace(many, metric="steady", value=float(steady), unit="yes")
-    if not isinstance(one.cache, PrefixCache):
+    if not one.cache.recomputes:
         yield from _bandwidth_rows(context, one, many)
     for metric, unit, number in (
         ("engaged", "share", float(one.cache.has_compressed)),

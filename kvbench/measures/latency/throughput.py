@@ -37,7 +37,7 @@ class TimedBatch:
 def throughput(context: RunContext, settings: Latency, prompt: int) -> Iterator[Row]:
     """Row tokens_per_s a method at the largest batch, in powers of two, that fits beside the model with its prefill."""
     for method in context.methods:
-        if method.method.rule.needs_ids:
+        if method.method.recomputes:
             continue
         with context.guarded(method, "latency", context=prompt):
             found, limit = _largest_batch(context, settings, method, prompt)

@@ -47,7 +47,7 @@ class Paging(Measure):
         return "paging.prefix + paging.own", self.size + self.tokens + len(self.own)
 
     def refuse(self, method: Method) -> None:
-        if method.rule.budget is not None or method.rule.needs_ids:
+        if method.rule.budget is not None or method.recomputes:
             raise UserError(
                 f"measure=paging compares memory where every token stays, and method={method.name} evicts some; "
                 "leave it out, or type method=full store=paged"

@@ -108,9 +108,9 @@ class Perplexity(Measure):
 def check_stream(method: Method) -> None:
     """Raise UserError for a method that needs a prompt, where a stream has none."""
     rule, leave = method.rule, "leave it out, or type perplexity.protocol=prefill_decode"
-    if rule.needs_ids:
+    if method.recomputes:
         raise UserError(f"method={method.name} runs the whole prefix at every step, too much for a stream; {leave}")
-    if method.store.fits_prompt:
+    if method.store.static_scales:
         raise UserError(
             f"{type(method.store).__name__} takes its scale from the prompt and a stream has none: values would "
             f"be clipped to the range of the first token; {leave}"

@@ -1,6 +1,5 @@
 """Scores of each token: its NLL, and the distance of the prediction from the full cache's."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -8,9 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.bytes import held_bytes
-from kvbench.cache.caches import AnyCache, PrefixCache
-from kvbench.cache.decode import step
-from kvbench.cache.forward import forward
+from kvbench.cache.caches import AnyCache
 from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
@@ -46,7 +43,7 @@ class Scorer:
 
     def __init__(self, context: RunContext, method: MethodRun, cache: AnyCache, targets: Tensor, step: int = 1) -> None:
         self.method, self.cache, self.targets, self.done = method, cache, targets, 0
-        self.predictions = predictions(context, cache, targets, step)
+        self.predictions = cache.predictions(context.loaded.model, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
 
     @torch.inference_mode()
@@ -77,27 +74,6 @@ class Scorer:
         scores.kept.append(self.cache.kept_tokens)
         scores.held.append(held_bytes(self.cache.buffers()).held)
         scores.processed.append(self.cache.positions_processed)
-
-
-def predictions(context: RunContext, cache: AnyCache, targets: Tensor, size: int) -> Iterator[tuple[Tensor, bool]]:
-    """Logits [B, V] for each target in turn, and whether the cache had been compressed before them.
-
-    Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
-    """
-    model = context.loaded.model
-    if isinstance(cache, PrefixCache):
-        # One forward over everything scores all targets; the latency measure times recompute.
-        ids = torch.cat([cache.ids, targets[:, :-1]], dim=1)
-        cache.positions_processed += ids.shape[1]
-        for logits in forward(model, ids, None, targets.shape[1]).unbind(1):
-            yield logits, False
-        return
-    yield cache.last_logits, False
-    for start in range(0, targets.shape[1] - 1, size):
-        engaged = cache.has_compressed
-        block = targets[:, start : min(start + size, targets.shape[1] - 1)]
-        for logits in step(model, block, cache, block.shape[1]).unbind(1):
-            yield logits, engaged
 
 
 def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +49,15 @@ def layout_of(row: Row) -> str | None:
 
 def other_knobs(row: Row) -> dict[str, Any]:
     """The knobs without a column of their own; text that is no JSON object stands under `knobs`."""
+    return dict(_parsed(row.knobs)) if row.knobs else {}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(knobs: str) -> Mapping[str, Any]:
     try:
-        content = json.loads(row.knobs or "{}")
+        content = json.loads(knobs)
     except ValueError:
-        content = row.knobs
+        content = knobs
     return content if isinstance(content, dict) else {"knobs": content}
 
 
@@ -139,8 +145,14 @@ def _agree(general: Row, row: Row) -> bool:
     return all(getattr(general, name) in (None, getattr(row, name)) for name in settings)
 
 
-def _values(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in names)
+def _values(row: Row, names: tuple[str, ...]) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = _getter(names)(row)
+    return values
+
+
+@functools.cache
+def _getter(names: tuple[str, ...]) -> operator.attrgetter[Any]:
+    return operator.attrgetter(*names)
 
 
 def _ordered(lines: list[Line]) -> list[Line]:

@@ -6,9 +6,9 @@ import json
 import shlex
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from kvbench.config import MethodConfig, entry_overrides, method_config
+from kvbench.config.sources import BUILT_IN
 from kvbench.report.page.commands import RecordedRun, command_of
 from kvbench.results.recorded_config import read_config
 from kvbench.results.row import KNOBS, Row
@@ -29,7 +29,7 @@ ENTRIES = (
 
 
 def composed(words: list[str]) -> MethodConfig:
-    return method_config(compose("config", words))
+    return method_config(BUILT_IN.composed(words))
 
 
 def row_of(method: MethodConfig) -> Row:
@@ -43,14 +43,13 @@ def row_of(method: MethodConfig) -> Row:
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_command_gives_the_same_method(entry: str, preset: str) -> None:
     name, *knobs = entry.split()
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        method = composed([*entry_overrides(name), *knobs])
-        sweep = f"python -m kvbench -m {preset}budget=128,256 perplexity.context=512,1024 needle.samples=2 threads=1"
-        command = command_of(row_of(method), RecordedRun(sweep))
-        assert command is not None
-        words = shlex.split(command)[3:]
-        config = compose("config", words)
-        assert method_config(config).effective == method.effective
+    method = composed([*entry_overrides(name), *knobs])
+    sweep = f"python -m kvbench -m {preset}budget=128,256 perplexity.context=512,1024 needle.samples=2 threads=1"
+    command = command_of(row_of(method), RecordedRun(sweep))
+    assert command is not None
+    words = shlex.split(command)[3:]
+    config = BUILT_IN.composed(words)
+    assert method_config(config).effective == method.effective
     assert config.compare is None and config.measure == ["perplexity"]
     assert config.perplexity.context == 512 and config.threads == 1
     assert not any(word.startswith(("needle", "budget=128,256")) for word in words)

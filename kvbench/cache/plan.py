@@ -1,0 +1,94 @@
+"""What is decided about one layer's cache before it is built."""
+
+from dataclasses import dataclass
+
+from kvbench.cache.method import Method, store_of
+from kvbench.cache.mla import Latents
+from kvbench.cache.record import LayerRecord
+from kvbench.cache.rotary import RotateBack
+from kvbench.cache.rule import KeepRule, SlidingWindow
+from kvbench.cache.slots import SlotShape
+from kvbench.cache.store import Store
+from kvbench.kernels import REFERENCE, Kernel
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer's cache is built from the layer's record.
+
+    index: the layer, as the model counts. rule, store: of this layer; a sliding-window layer has its own. budget:
+    tokens of the prompt that each KV head keeps, the mean where heads differ; None: all. max_new_tokens: tokens that
+    will be fed after the prompt, at most. step: most tokens of one forward. kernel: decode attention. rotate_back:
+    takes positions off a query, where the rule counts positions inside the cache. latents: of latent attention.
+    """
+
+    index: int
+    rule: KeepRule
+    store: Store
+    budget: int | None = None
+    max_new_tokens: int = 0
+    step: int = 1
+    kernel: Kernel = REFERENCE
+    rotate_back: RotateBack | None = None
+    latents: Latents | None = None
+
+    @property
+    def evicts_to(self) -> int | None:
+        """Tokens that decode keeps between steps by evicting; None where decode only appends."""
+        return self.budget if self.rule.holds_budget else None
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether slots may hold other positions than their own number: where the rule may evict."""
+        return self.rule.budget is not None
+
+    def slots_for(self, kept: int) -> int:
+        """Slots of a head that keeps `kept` tokens of the prompt."""
+        return slots_needed(kept, self.evicts_to, self.max_new_tokens, self.step)
+
+    @property
+    def room(self) -> int:
+        """Slots for new tokens, of a head that evicts as many tokens as it accepts where the layer evicts."""
+        return slots_needed(0, None if self.evicts_to is None else 0, self.max_new_tokens, self.step)
+
+    def shape(self, record: LayerRecord, slots: int) -> SlotShape:
+        """The shape of `slots` slots for the layer of the record."""
+        return slot_shape(record, slots, self.step)
+
+
+def plan_layer(
+    method: Method, record: LayerRecord, layers: int = 1, depth: int | None = None, latents: Latents | None = None
+) -> LayerPlan:
+    """The plan of one layer with room for no new token; `dataclasses.replace` sets the rest.
+
+    layers, depth: how many layers the method applies to, and which of them this is, for rules that budget by depth;
+    None: the layer's own index. Raises UserError where the store cannot hold the layer's heads or the budget does not
+    fit the prompt.
+    """
+    window = record.scoring.window
+    rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
+    store = store_of(record, method, latents)
+    store.check(record.key.shape[-1], record.value.shape[-1])
+    budget = rule.layer_tokens(record.key.shape[2], record.index if depth is None else depth, layers)
+    return LayerPlan(record.index, rule, store, budget, latents=latents)
+
+
+def slots_needed(kept: int, evicts_to: int | None, new_tokens: int, step: int = 1) -> int:
+    """Slots for `kept` tokens and `new_tokens` more, fed `step` at a time; None: no token is evicted."""
+    planned = kept + new_tokens
+    return planned if evicts_to is None else min(planned, evicts_to + step)
+
+
+def slot_shape(record: LayerRecord, slots: int, step: int = 1) -> SlotShape:
+    """The shape of `slots` slots for the layer of the record, where the layer runs."""
+    key, value = record.key, record.value
+    return SlotShape(
+        batch=key.shape[0],
+        kv_heads=key.shape[1],
+        key_dim=key.shape[-1],
+        value_dim=value.shape[-1],
+        slots=slots,
+        step=step,
+        dtype=key.dtype,
+        device=record.device,
+    )

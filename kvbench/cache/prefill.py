@@ -1,0 +1,79 @@
+"""Run a prompt once with exact attention, and record what caches are built from."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.forward import check_prompt, forward, n_layers
+from kvbench.cache.mla import latents_of
+from kvbench.cache.observe import SOFTCAPPED, Observation
+from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
+from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
+from kvbench.cache.rule import KeepRule
+from kvbench.cache.state import StateLayer, empty_states
+from kvbench.cache.stock import NO_WINDOWS
+from kvbench.cache.store import Store
+from kvbench.errors import UserError
+from kvbench.models.shape import layer_windows
+
+
+@torch.inference_mode()
+def prefill(
+    model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = (), on_host: bool = False
+) -> PrefillRecord:
+    """Run prompts once with exact attention and record what the rules ask for.
+
+    Args:
+        ids: int64 [B, T], prompts of one length, no padding.
+        on_host: layer by layer the record goes to the host's memory, and comes back when a cache is built from it.
+
+    Raises UserError for ids that are not such a batch of this model's tokens, and for families that cannot be recorded.
+    """
+    check_prompt(model, ids)
+    observations = [observation for rule in rules for observation in rule.observations()]
+    rotations = rotations_of(model, any(observation.before_rotation for observation in observations), BEFORE)
+    states = empty_states(model.config)
+    cache = record_cache(observations, rotations, latents_of(model), states, on_host)
+    with kvbench_attention(model):
+        started = clock(ids.device)
+        logits = forward(model, ids, cache, logits_to_keep=1)[:, -1]
+        elapsed_ms = 1e3 * (clock(ids.device) - started)
+    layers: list[LayerRecord] = []
+    observe_ms: dict[Observation, float] = {}
+    for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            continue
+        if not isinstance(layer, RecordLayer) or layer.record is None:
+            raise UserError(f"{type(model).__name__} has layers that keep no keys and values of their own")
+        layers.append(layer.record)
+        for observation, ms in layer.observe_ms.items():
+            observe_ms[observation] = observe_ms.get(observation, 0.0) + ms
+    return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms, states)
+
+
+def check_model(model: PreTrainedModel, rule: KeepRule, store: Store | None = None) -> None:
+    """Raise UserError where a rule or a store needs something of the model that the model cannot give.
+
+    That is: rotary embeddings that can be taken off, scores without a soft cap, latent attention as in DeepSeek V2 and
+    V3, and no sliding window in a cache of transformers'.
+    """
+    latents_of(model)
+    if store is not None and store.brings_cache and any(layer_windows(model.config.get_text_config())):
+        raise UserError(NO_WINDOWS)
+    before_rotation = any(observation.before_rotation for observation in rule.observations())
+    rotations_of(model, rule.sinks_in_place > 0, IN_CACHE)
+    rotations_of(model, before_rotation, BEFORE)
+    if before_rotation and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        raise UserError(SOFTCAPPED)
+
+
+def rotations_of(model: PreTrainedModel, needed: bool, instead: str) -> list[RotateBack | None]:
+    """How each layer's rotary embedding is taken off; None where not `needed` and for layers that keep a state.
+
+    Raises UserError, ending in `instead`, where a rotation cannot be taken off.
+    """
+    states = {state.index for state in empty_states(model.config)}
+    return [rotate_back(model, i, instead) if needed and i not in states else None for i in range(n_layers(model))]

@@ -1,4 +1,4 @@
-"""The model and data set hub: is it there? Asked once, briefly, so that an offline node fails at once."""
+"""Whether the model and data set hub can be reached. Asked once and briefly, so that an offline node fails at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PROBE_SECONDS = 5.0
 
 
 def hub_or_cache() -> bool:
-    """Whether data sets can be had: the hub answers, or HF_HUB_OFFLINE=1 says to take what its cache holds."""
+    """Whether data sets can be loaded: the hub answers, or HF_HUB_OFFLINE=1 allows the local cache."""
     from huggingface_hub import constants
 
     return hub_reachable() or bool(constants.HF_HUB_OFFLINE)
@@ -18,7 +18,7 @@ def hub_or_cache() -> bool:
 def hub_reachable() -> bool:
     """Whether the hub answers. False under HF_HUB_OFFLINE=1 without asking.
 
-    Without this, huggingface_hub retries every single file for half a minute before it gives up.
+    Without this check huggingface_hub retries each file for half a minute before it fails.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

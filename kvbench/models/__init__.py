@@ -1,1 +1,1 @@
-"""Checkpoints: where they lie, what their configs say, loading and converting them."""
+"""Checkpoints: finding, checking, loading and converting them, and what their configs say."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a config names, where it lies, and what to say when it cannot be loaded."""
+"""The `model` node of a config, where its checkpoint lies, and the error line when it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelSpec:
     """The `model` node of a config, checked.
 
     `dtype=auto` is float32 on a CPU and bfloat16 on a GPU; `device=auto` is cuda where there is one.
-    Everything in `load_kwargs` goes to `from_pretrained` as it stands; nothing that a user gave is replaced.
+    `load_kwargs` goes to `from_pretrained` unchanged.
     """
 
     name: str
@@ -109,7 +109,7 @@ def check_keys(given: dict[str, Any]) -> None:
 
 
 def check_load_kwargs(given: dict[str, Any]) -> None:
-    """Refuse load_kwargs that say a second time what a key of the node says."""
+    """Raise UserError for load_kwargs that repeat a key of the node."""
     load_kwargs = given.get("load_kwargs", {})
     for key in ("dtype", "torch_dtype", "trust_remote_code", "revision"):
         if key in load_kwargs:
@@ -120,7 +120,7 @@ def check_load_kwargs(given: dict[str, Any]) -> None:
 
 
 def pick_source(given: dict[str, Any]) -> str:
-    """id | path | fetched | random: the one key that names the checkpoint."""
+    """The key that names the checkpoint: id, path, fetched or random. Raises UserError for none or two."""
     sources = [key for key in ("id", "path", "random", "fetched") if given.get(key)]
     if not sources:
         raise UserError("no model is named: write model.id=ORGANISATION/NAME or model.path=FOLDER_OR_GGUF")
@@ -200,7 +200,7 @@ UNREADABLE: tuple[type[Exception], ...] = (
     UnpicklingError,
     BadZipFile,
 )
-"""What transformers, torch and the hub raise on a checkpoint that they cannot read or build."""
+"""Exceptions of transformers, torch and the hub for a checkpoint that they cannot read or build."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -211,7 +211,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def one_line_errors(spec: ModelSpec, part: str = "") -> Iterator[None]:
-    """Turn what transformers and the hub raise on a checkpoint they cannot load into one line."""
+    """Inside the block, errors of transformers and the hub about a checkpoint become a UserError of one line."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -229,7 +229,7 @@ def one_line_errors(spec: ModelSpec, part: str = "") -> Iterator[None]:
 
 
 def advice(spec: ModelSpec, error: Exception) -> str:
-    """What to do about a failed load, in one line; else the first 300 characters of what the library said."""
+    """What to do about a failed load, in one line; else the first 300 characters of the library's message."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "mismatch" in text:
         return (

@@ -1,4 +1,4 @@
-"""GGUF files: check one before anything parses it, and rebuild one as a plain model folder.
+"""GGUF files: checking one before it is parsed, and rebuilding one as a plain model folder.
 
 Importing this imports neither torch nor transformers.
 """
@@ -17,7 +17,7 @@ from kvbench.errors import UserError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# What the GGUF reader raises on bytes that are not what the header promises.
+# Exceptions of the GGUF reader for bytes that do not fit the header.
 BROKEN_GGUF = (ValueError, IndexError, KeyError, OverflowError, struct.error, MemoryError)
 
 
@@ -54,11 +54,11 @@ def check_gguf(path: Path) -> GGUFReader:
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file, split into words the way the file says.
+    """The tokenizer of a GGUF file, with the pre-tokenizer that the file names.
 
-    transformers takes no notice of `tokenizer.ggml.pre`. `smollm` puts every digit by itself first, which
-    changes how the spaces before a number are cut (8 of the essays' 154,028 tokens). Other values are left as
-    transformers has them. Raises UserError if the file is damaged.
+    transformers ignores `tokenizer.ggml.pre`. `smollm` splits off every digit first, which changes how the spaces
+    before a number are cut (8 of the essays' 154,028 tokens). Other values keep transformers' pre-tokenizer. Raises
+    UserError if the file is damaged.
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -108,7 +108,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' notes and progress bars while a model is taken apart; errors still show."""
+    """Inside the block transformers logs errors only and shows no progress bars."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

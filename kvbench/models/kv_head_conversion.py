@@ -1,7 +1,8 @@
-"""Another number of KV heads: what GQA saved against MHA, and what fewer heads would save, on the same checkpoint.
+"""Changing a checkpoint's number of KV heads, to compare MHA, GQA and MQA on the same weights.
 
-More heads by repeating each one's key and value weights: the same logits from a larger cache. Fewer by mean-pooling the
-weights of each group (Ainslie et al., 2023, arXiv:2305.13245, section 2.1): lossy without their further training.
+More heads: each head's key and value weights are repeated, which gives the same logits from a larger cache. Fewer
+heads: the weights of each group are mean-pooled (Ainslie et al., 2023, arXiv:2305.13245, section 2.1), which is lossy
+without the further training of that paper.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ Resize = tuple[int, int, int]
 """KV heads of the checkpoint, KV heads wanted, numbers a head."""
 
 PROBE = 8
-"""Tokens that a converted model is tried on."""
+"""Tokens on which a converted model is compared with the original."""
 
 SAME = 0.02
-"""Most mean difference of logits, against their mean size, that rounding in 16 bits can make of repeated heads."""
+"""Largest mean difference of logits, as a share of their mean size, that 16-bit rounding explains."""
 
 
 @torch.no_grad()
 def convert_kv_heads(model: PreTrainedModel, shape: ModelShape) -> None:
-    """Give `model` the KV heads of `shape`, in place; nothing to do where the checkpoint has as many.
+    """Change `model` to the KV heads of `shape`, in place; nothing changes where the checkpoint has as many.
 
     Raises UserError, before anything is changed, for a family whose key and value weights are not found where Llama has
     them (k_proj, v_proj) or Phi 3 (qkv_proj, rows in the order q, k, v), and for weights that are not plain tensors;
@@ -62,9 +63,9 @@ def convert_kv_heads(model: PreTrainedModel, shape: ModelShape) -> None:
 
 
 def norms_all_heads(module: nn.Module, shape: ModelShape) -> bool:
-    """Whether keys are normed over all heads at once, as in OLMo 2, and not a head (Qwen 3, Gemma 3) or not at all.
+    """Whether one norm covers the keys of all heads (OLMo 2), not each head (Qwen 3, Gemma 3) or none.
 
-    The queries' norm tells: with one KV head the sizes of the keys' agree.
+    Told by the sizes of both norms: with one KV head the size of the keys' norm alone is ambiguous.
     """
     norms = [getattr(getattr(module, name, None), "weight", None) for name in ("q_norm", "k_norm")]
     wide = (shape.query_heads * shape.head_dim,), ((shape.converted_from or 0) * shape.head_dim,)
@@ -79,12 +80,12 @@ def probed(model: PreTrainedModel) -> Tensor:
 
 
 def check_converted(model: PreTrainedModel, before: Tensor, shape: ModelShape) -> None:
-    """Raise UserError where the converted model does not run or, its heads being repeated, is not what it was."""
+    """Raise UserError where the converted model does not run, or repeated heads change its logits."""
     family = type(model).__name__
     try:
         after = probed(model)
     except (RuntimeError, ValueError, IndexError) as error:
-        raise UserError(refusal(shape, family, "it has yet other weights that go with a KV head")) from error
+        raise UserError(refusal(shape, family, "it has other weights of a size that follows the KV heads")) from error
     exact = shape.kv_heads > (shape.converted_from or 0)
     if exact and not float((after - before).abs().mean()) <= SAME * float(before.abs().mean()):
         raise UserError(refusal(shape, family, "repeating its KV heads does not give the same logits"))
@@ -95,14 +96,14 @@ def refusal(shape: ModelShape, family: str, why: str) -> str:
 
 
 def attention_modules(model: nn.Module) -> Iterator[Any]:
-    """The modules that attend: those that know how many query heads share a KV head, or project to all at once."""
+    """The attention modules: those with `num_key_value_groups` or a fused `qkv_proj`."""
     for module in model.modules():
         if hasattr(module, "num_key_value_groups") or isinstance(getattr(module, "qkv_proj", None), nn.Linear):
             yield module
 
 
 def check_weights(module: nn.Module, shape: ModelShape, family: str) -> None:
-    """Raise UserError unless the weights of one attention module are where `convert_kv_heads` changes them."""
+    """Raise UserError unless an attention module holds key and value weights as `convert_kv_heads` changes them."""
     present = (shape.converted_from or 0) * shape.head_dim
     fused = getattr(module, "qkv_proj", None)
     found = [fused] if fused is not None else [getattr(module, name, None) for name in ("k_proj", "v_proj")]
@@ -120,7 +121,7 @@ def check_weights(module: nn.Module, shape: ModelShape, family: str) -> None:
 
 
 def resize_linear(linear: nn.Linear, resize: Resize, first: int = 0) -> None:
-    """Give the rows after `first` of a projection another number of heads; [first | k | v] where `first` is set."""
+    """Change the heads of a projection, in place. Rows before `first` stay; [first | k | v] where `first` is set."""
     linear.weight = nn.Parameter(resized_rows(linear.weight, resize, first), requires_grad=False)
     if linear.bias is not None:
         linear.bias = nn.Parameter(resized_rows(linear.bias, resize, first), requires_grad=False)
@@ -134,9 +135,9 @@ def resized_rows(rows: Tensor, resize: Resize, first: int) -> Tensor:
 
 
 def resized(rows: Tensor, resize: Resize) -> Tensor:
-    """rows [Hkv * D, ...] with another number of heads, [H * D, ...]: each repeated, or the mean of each group.
+    """rows [Hkv * D, ...] with another number of heads, [H * D, ...]: each head repeated, or the mean of each group.
 
-    Query head i reads KV head i // (Hq / Hkv), so what belongs together stands side by side.
+    Query head i reads KV head i // (Hq / Hkv), so the heads of a group are neighbours.
     """
     present, wanted, head_dim = resize
     heads: Tensor = rows.unflatten(0, (present, head_dim))

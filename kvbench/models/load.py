@@ -1,4 +1,4 @@
-"""Load a model from a hub id, a folder, a GGUF file, what `kvbench.fetch` brought, or random weights."""
+"""Loading a model from a hub id, a folder, a GGUF file, a finished `kvbench.fetch`, or with random weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RANDOM_WEIGHTS = "random weights, for speed and memory only"
 
 @dataclass(frozen=True)
 class LoadedModel(ModelShape):
-    """A model in eval mode without gradients, and what identifies it.
+    """A model in eval mode without gradients, with its shape, name and revision.
 
     `tokenizer` is None for random weights.
     """
@@ -61,7 +61,7 @@ class LoadedModel(ModelShape):
 
     @property
     def remark(self) -> str | None:
-        """What every row of this model must say; None where there is nothing unusual."""
+        """Facts about this model that readers of its rows need; None where there are none."""
         weights = RANDOM_WEIGHTS if self.source == "random" else None
         unused = (
             f"{len(self.unused_weights)} weights of the checkpoint are not used, as {self.unused_weights[0]}"
@@ -72,7 +72,7 @@ class LoadedModel(ModelShape):
 
 
 def end_tokens(loaded: LoadedModel) -> list[int]:
-    """Ids that end a text, as the model's generation config or the tokenizer names them; none for some."""
+    """Ids that end a text, from the generation config and the tokenizer; empty where neither names one."""
     found = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
     named = [*(found if isinstance(found, list | tuple) else [found]), getattr(loaded.tokenizer, "eos_token_id", None)]
     return sorted({int(token) for token in named if token is not None})
@@ -92,7 +92,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
 
 
 def tokenizer_hash(tokenizer: Any) -> str | None:
-    """First 16 hex digits of the sha256 of all that turns text into ids; None without a tokenizer."""
+    """First 16 hex digits of the sha256 of the tokenizer's state; None without a tokenizer."""
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)

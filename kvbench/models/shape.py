@@ -1,4 +1,4 @@
-"""What a config says about a model's KV cache, and which models kvbench cannot measure."""
+"""The shape of a model's KV cache, read from its config, and the models that kvbench cannot measure."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REFUSED = {
 """Families, by model type, that cannot be measured; what each does."""
 
 LAYOUTS = ("absorbed", "latent", "expand")
-"""What is cached of multi-head latent attention, and how it is attended over; see `kvbench.cache.mla`."""
+"""Layouts of the cache under multi-head latent attention; see `kvbench.cache.mla`."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The facts that decide a cache's size.
+    """Sizes of a model's KV cache.
 
     Under MLA the cache holds latents: `kv_heads` is 1 and `head_dim` the latent's rank, unless `mla` is expand.
     `converted_from` is the checkpoint's number of KV heads where `model.kv_heads` asked for another.
@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def remark(self) -> str | None:
-        """What every row of this model must say; None where there is nothing unusual."""
+        """Facts about this model that readers of its rows need; None where there are none."""
         said = []
         if self.converted_from is not None:
             exact = self.kv_heads > self.converted_from
@@ -82,7 +82,7 @@ class ModelShape:
 def mla_layout(config: Any) -> str | None:
     """How a model with multi-head latent attention is cached, None for others.
 
-    It stands on the config, where transformers keeps its own choice of attention; absorbed unless said otherwise.
+    Read from the config's `mla_layout`, which `choose_mla_layout` writes; absorbed by default.
     """
     if getattr(config, "kv_lora_rank", None) is None:
         return None
@@ -90,7 +90,7 @@ def mla_layout(config: Any) -> str | None:
 
 
 def choose_mla_layout(config: Any, layout: str | None, name: str) -> None:
-    """Write the layout that was asked for to the config. Raises UserError for a model without latent attention."""
+    """Write the wanted layout to the config. Raises UserError for a model without latent attention."""
     if layout is None:
         return
     if mla_layout(config) is None:

@@ -1,1 +1,1 @@
-"""Texts, prompts and task sets: what is read and what is asked."""
+"""Texts, prompts and task sets."""

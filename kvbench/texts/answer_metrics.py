@@ -1,7 +1,7 @@
-"""What an answer is worth: the metrics of LongBench's English sets and of RULER, from 0 to 1.
+"""Scores of answers, from 0 to 1: the metrics of LongBench's English sets and of RULER.
 
-LongBench: Bai et al., 2023, arXiv:2308.14508, whose metrics are restated here as it publishes scores with them (a
-classification counts for less where several classes are named; code is compared by its first line that is no comment).
+LongBench: Bai et al., 2023, arXiv:2308.14508; the metrics are those of its published scores. A classification is
+divided by the number of classes that the answer names. Code is compared by its first line that is no comment.
 RULER: Hsieh et al., 2024, arXiv:2404.06654, section 3. No torch here.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from kvbench.errors import UserError
 
 Metric = Callable[[str, str, Sequence[str]], float]
-"""Of an answer, one reference, and the classes that there are."""
+"""(answer, reference, all classes) -> score."""
 
 FIRST_LINE = ("trec", "triviaqa", "samsum")
-"""Sets whose prompts show examples: a model goes on with another one, and only its first line counts."""
+"""Sets with examples in the prompt: a model continues with another example, so only the first line counts."""
 
 WITHOUT_CHAT = (*FIRST_LINE, "lcc", "repobench-p")
-"""Sets that LongBench asks without a chat template."""
+"""Sets that LongBench runs without a chat template."""
 
 
 def normal(text: str) -> list[str]:
@@ -58,7 +58,7 @@ def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 where the class is named, divided by how many are; parts of the right one's name do not count."""
+    """1 / (classes named in the answer) where the right one is among them; parts of its name do not count."""
     named = [name for name in classes if name in answer]
     named = [name for name in named if name == reference or name not in reference]
     return 1 / len(named) if reference in named else 0.0
@@ -115,7 +115,7 @@ ANSWER_TOKENS = {
     "lcc": 64,
     "repobench-p": 64,
 }
-"""Of an answer at most, as LongBench's scores were published: copies of the set allow more, which costs F1."""
+"""Tokens of an answer at most, as in LongBench's published scores; copies of the set allow more, which lowers F1."""
 
 
 def longbench(task: str, answer: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:

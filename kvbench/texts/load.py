@@ -1,4 +1,4 @@
-"""Texts to measure on: fetched essays, a data set of the hub, a local file or folder, or random tokens."""
+"""Loading the text to measure on: fetched essays, a hub data set, a local file or folder, or random tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNREADABLE: tuple[type[Exception], ...] = (
     StopIteration,
     EOFError,
 )
-"""What `datasets` and the hub raise on a data set that they cannot read."""
+"""Exceptions of `datasets` and the hub for a data set that they cannot read."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def take(documents: Iterable[str], spec: DataSpec) -> str:
 
 @contextmanager
 def one_line_errors(given: str) -> Iterator[None]:
-    """Turn what `datasets` and the hub raise on a data set they cannot read into one line."""
+    """Inside the block, errors of `datasets` and the hub about a data set become a UserError of one line."""
     try:
         yield
     except UserError:

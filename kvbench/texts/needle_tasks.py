@@ -1,7 +1,7 @@
-"""What can be hidden in a long text and asked for: the tasks of RULER (Hsieh et al., 2024, arXiv:2404.06654).
+"""Retrieval tasks: a value is hidden in a long text and asked for. RULER: Hsieh et al., 2024, arXiv:2404.06654.
 
-Names and definitions are RULER's, so that published numbers can be put beside ours: what is hidden, in what, how
-often, how long an answer may get, and what counts. Three things are ours: the wording; needles stand at the depth asked
+Names and definitions are RULER's, so that published numbers compare with ours: what is hidden, in which text, how
+often, the length of an answer, and what counts. Three things are ours: the wording; needles stand at the depth asked
 for where there is one; an answer that holds a value inside a longer word or number does not count. `single_number`,
 five digits asked for as a completion, is a task of our own that small base models can do. No torch here.
 """
@@ -177,7 +177,7 @@ def among_needles(
 
 
 class Chain(NamedTuple):
-    """Variables that got one value, each from the one before."""
+    """A chain of variables with one value: each is assigned the variable before it."""
 
     names: list[str]
     value: str

@@ -215,7 +215,7 @@ class Maker:
         return found
 
     def _of_items(self, draft: Draft, items: Callable[[int], str], room: int) -> list[int]:
-        """As many items as fit; what is left open, less than one of them, is filled with noise in front."""
+        """As many items as fit; the rest, shorter than an item, is filled with noise in front."""
         body = self.encode(items(0))
         if len(body) > room:
             raise UserError(

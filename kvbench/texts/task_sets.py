@@ -110,7 +110,7 @@ def check_tasks(
 
 
 def load_samples(settings: TaskSettings, name: str) -> list[Sample]:
-    """The first `tasks.samples` samples of a task. Raises UserError where they cannot be had."""
+    """The first `tasks.samples` samples of a task. Raises UserError where they cannot be loaded."""
     if settings.path is not None and not local_file(settings, name).read_bytes().strip():
         raise UserError(f"{local_file(settings, name)} holds no samples")
     with one_line_errors(f"{name} of {settings.set}"):

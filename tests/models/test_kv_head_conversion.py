@@ -89,7 +89,7 @@ def test_one_kv_head_is_repeated_whatever_its_norm_spans(family: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("doge", "it has yet other weights that go with a KV head"),
+        ("doge", "it has other weights of a size that follows the KV heads"),
         ("gpt_neox", "none of its layers says how many query heads share a KV head"),
     ],
 )

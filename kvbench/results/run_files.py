@@ -133,7 +133,7 @@ def read_run(run: Path) -> RunFiles:
 
 def status_problem(status: Mapping[str, Any]) -> str | None:
     """What is wrong with the content of a status.json; None where nothing is."""
-    wrong = problem_of(status, _STATUS)
+    wrong = problem_of(status, _STATUS) if set(status) & set(_STATUS) else "it holds no field of a status"
     for number, cell in enumerate([] if wrong else status.get("cells") or []):
         if reason := problem_of(cell, _CELL):
             return f"in cells[{number}] {reason}"

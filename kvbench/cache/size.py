@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from kvbench.cache.plan import slots_needed
 from kvbench.cache.rule import KeepRule, SlidingWindow
 from kvbench.cache.slots import SlotShape
 from kvbench.cache.store import DenseStore, Store
+from kvbench.models.shape import ModelShape, layer_windows, state_numbers
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,23 @@ class Planned:
         size = batch * self.kv_heads * self.numbers * self.dtype.itemsize
         held = sum(size * (tokens if window is None else min(tokens, window - 1)) for window in self.windows)
         return held + batch * self.state_bytes
+
+
+def planned_of(shape: ModelShape, config: Any, dtype: torch.dtype) -> Planned:
+    """The facts about a model's layers, from its shape and config, for caches in `dtype`."""
+    latent = shape.mla not in (None, "expand")
+    key_dim = shape.head_dim + (config.qk_rope_head_dim if latent else 0)
+    narrow, wide = state_numbers(config)
+    return Planned(
+        shape.kv_heads,
+        key_dim,
+        shape.value_dim,
+        layer_windows(config),
+        dtype,
+        latent,
+        narrow * dtype.itemsize + 4 * wide,
+        shape.state_layers,
+    )
 
 
 def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:

@@ -170,24 +170,11 @@ def planned_shape(spec: ModelSpec, config: Any) -> ModelShape:
 
 def planned_model(spec: ModelSpec, config: Any, shape: ModelShape) -> Planned:
     """The model as the formulas of cache bytes need it."""
-    from kvbench.cache.size import Planned
+    from kvbench.cache.size import planned_of
     from kvbench.models.load import pick_device, pick_dtype
-    from kvbench.models.shape import layer_windows, state_numbers
 
-    latent = shape.mla not in (None, "expand")
-    key_dim = shape.head_dim + (config.qk_rope_head_dim if latent else 0)
     dtype = pick_dtype("bfloat16" if spec.dtype == "auto" else spec.dtype, pick_device(spec.device))
-    narrow, wide = state_numbers(config)
-    return Planned(
-        shape.kv_heads,
-        key_dim,
-        shape.value_dim,
-        layer_windows(config),
-        dtype,
-        latent,
-        narrow * dtype.itemsize + 4 * wide,
-        shape.state_layers,
-    )
+    return planned_of(shape, config, dtype)
 
 
 def weight_bytes(config: Any, itemsize: int) -> int:

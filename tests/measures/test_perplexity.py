@@ -22,8 +22,6 @@ from kvbench.cache.store import DenseSlots, DenseStore, SlotShape
 from kvbench.config.sources import BUILT_IN
 from kvbench.kernels import compiled
 from kvbench.measures import fallbacks as prefills
-from kvbench.measures.context import RunContext
-from kvbench.measures.perplexity import Perplexity
 from kvbench.measures.perplexity.token_scores import divergence
 from kvbench.measures.perplexity.windows import score_windows
 from kvbench.measures.statistics import wilson
@@ -33,32 +31,14 @@ from kvbench.methods.kivi import Kivi
 from kvbench.models.load import LoadedModel
 from kvbench.results.row import flags_of
 from tests.shared.models import random_llama
+from tests.shared.scoring import CONTEXT, MODEL, TEXT, TOKENS, bench, plain_nll, settings
 from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
-
-CONTEXT, TOKENS = 40, 10
-MODEL = random_llama(4, 2, 16, dtype=torch.float32)
-TEXT = torch.randint(97, (2_000,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
     with light():
         yield
-
-
-def settings(windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: int = TOKENS, **more: Any) -> Perplexity:
-    return Perplexity(context, tokens, windows, batch, **more)
-
-
-def bench(named: dict[str, Method], **more: Any) -> RunContext:
-    return run_context_of(MODEL, named, TEXT, **more)
-
-
-def plain_nll(model: Any, ids: Tensor, context: int) -> np.ndarray:
-    """NLL of ids[context:] by one forward without a cache, the loss in numpy and float64."""
-    logits = model(input_ids=ids[None], use_cache=False).logits[0].double().numpy()
-    log_p = special.log_softmax(logits[context - 1 : -1], axis=-1)
-    return -log_p[np.arange(len(log_p)), ids[context:].numpy()]
 
 
 def stored_logits(method: Method, ids: Tensor, context: int) -> np.ndarray:
@@ -380,3 +360,21 @@ def test_what_the_full_cache_rules_out_adds_nothing_to_kl() -> None:
     assert float(divergence(p, q)) == pytest.approx(want)
     assert float(divergence(q, p)) > 0
     assert float(divergence(p, torch.tensor([[0.0, -torch.inf, 0.0]]).log_softmax(-1))) == torch.inf
+
+
+# bytes of the cache that was scored
+
+
+def test_bytes_are_those_of_the_scored_cache_against_a_full_cache_in_16_bits() -> None:
+    """Two layers, 2 KV heads of 16 numbers, float32: a full cache holds twice the bytes of one in 16 bits."""
+    rows = rows_of(score_windows(bench(methods("full", "h2o", "recompute")), settings(windows=3, batch=2)))
+    number, tokens = 2 * 2 * 2 * 16, CONTEXT + TOKENS  # keys and values of two layers
+    seen = CONTEXT + (TOKENS - 1) / 2  # when the first token is scored 40, when the last one is 49
+    full = 2 * 4 * number * tokens + 2 * 4 * tokens  # batch 2; positions of two layers, shared by the batch
+    assert value(rows, "full", "scored_bytes") == full
+    assert value(rows, "full", "x_smaller") == pytest.approx(2 * 2 * number * seen / full)
+    assert value(rows, "full", "scored_kept_tokens") == seen and value(rows, "h2o", "scored_kept_tokens") == 12
+    small = value(rows, "h2o", "scored_bytes")
+    assert small == value(rows, "h2o", "held_bytes") < full / 2
+    assert value(rows, "h2o", "x_smaller") == pytest.approx(2 * 2 * number * seen / small)
+    assert not [row for row in rows if row.method == "recompute" and row.metric == "x_smaller"]  # nothing is held

@@ -20,7 +20,6 @@ from kvbench.cache.paged import PagedStore
 from kvbench.cache.stock import StockStore
 from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
-from kvbench.measures.context import RunContext
 from kvbench.measures.perplexity import Perplexity, check_stream
 from kvbench.measures.perplexity import windows as measured
 from kvbench.measures.perplexity.windows import score_windows
@@ -33,12 +32,8 @@ from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared.models import random_llama
+from tests.shared.scoring import CONTEXT, MODEL, TEXT, bench, plain_nll, settings
 from tests.shared.text import light, methods, rows_of, run_context_of, value
-
-CONTEXT, TOKENS = 40, 10
-MODEL = random_llama(4, 2, 16, dtype=torch.float32)
-TEXT = torch.randint(97, (2_000,), generator=torch.Generator().manual_seed(1))
-
 
 SMALL = ("h2o", "kivi", "random", "streaming_llm")
 
@@ -55,21 +50,6 @@ class Observing(Random):
 def quick() -> Iterator[None]:
     with light():
         yield
-
-
-def settings(windows: int = 1, batch: int = 8, context: int = CONTEXT, tokens: int = TOKENS, **more: Any) -> Perplexity:
-    return Perplexity(context, tokens, windows, batch, **more)
-
-
-def bench(named: dict[str, Method], **more: Any) -> RunContext:
-    return run_context_of(MODEL, named, TEXT, **more)
-
-
-def plain_nll(model: Any, ids: Tensor, context: int) -> np.ndarray:
-    """NLL of ids[context:] by one forward without a cache, the loss in numpy and float64."""
-    logits = model(input_ids=ids[None], use_cache=False).logits[0].double().numpy()
-    log_p = special.log_softmax(logits[context - 1 : -1], axis=-1)
-    return -log_p[np.arange(len(log_p)), ids[context:].numpy()]
 
 
 def stream_by_hand(method: Method, ids: Tensor) -> np.ndarray:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import AnyCache
+from kvbench.cache.size import Planned, planned_of
+from kvbench.errors import UserError
 from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
@@ -17,12 +19,19 @@ TOP = 5
 
 @dataclass
 class Scores:
-    """A method's values, one tensor [B, T] a batch of windows; kept, held (bytes), processed: one number a batch."""
+    """A method's values, one tensor [B, T] a batch of windows; one number a batch for the rest.
+
+    kept, held, processed: tokens, bytes and positions when the batch was scored. scored_kept, scored_held: means over
+    the scored tokens. full_16bit: bytes of a full cache in 16 bits, the mean over the same tokens.
+    """
 
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
     kept: list[float] = field(default_factory=list)
     held: list[float] = field(default_factory=list)
     processed: list[int] = field(default_factory=list)
+    scored_kept: list[float] = field(default_factory=list)
+    scored_held: list[float] = field(default_factory=list)
+    full_16bit: list[float] = field(default_factory=list)
 
     def of(self, name: str) -> Tensor | None:
         """A column over all windows, [W, T]; None where some batch has none: the full cache failed there."""
@@ -45,6 +54,8 @@ class Scorer:
         self.method, self.cache, self.targets, self.done = method, cache, targets, 0
         self.predictions = cache.predictions(context.loaded.model, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
+        self.planned = _planned(context)
+        self.kept, self.held, self.full_16bit = list[float](), list[float](), list[float]()
 
     @torch.inference_mode()
     def score(self, count: int, full: list[Tensor]) -> None:
@@ -64,7 +75,15 @@ class Scorer:
                 values |= compare(full[t], log_p)
             for name, value in values.items():
                 self.steps.setdefault(name, []).append(value.cpu())
+            self._note_bytes()
             self.done += 1
+
+    def _note_bytes(self) -> None:
+        """Note what the cache holds now, and what a full cache of as many tokens would hold in 16 bits."""
+        self.kept.append(self.cache.kept_tokens)
+        self.held.append(held_bytes(self.cache.buffers()).held)
+        if self.planned is not None:
+            self.full_16bit.append(self.planned.full_bytes(len(self.targets), self.cache.seen))
 
     def close(self, scores: Scores) -> None:
         """Add the scored columns, the kept tokens and the held bytes to `scores`."""
@@ -74,6 +93,21 @@ class Scorer:
         scores.kept.append(self.cache.kept_tokens)
         scores.held.append(held_bytes(self.cache.buffers()).held)
         scores.processed.append(self.cache.positions_processed)
+        for means, values in (
+            (scores.scored_kept, self.kept),
+            (scores.scored_held, self.held),
+            (scores.full_16bit, self.full_16bit),
+        ):
+            if values:
+                means.append(sum(values) / len(values))
+
+
+def _planned(context: RunContext) -> Planned | None:
+    """The model's cache in 16 bits by formula; None for families whose states have no known size."""
+    try:
+        return planned_of(context.loaded, context.loaded.model.config.get_text_config(), torch.bfloat16)
+    except UserError:
+        return None
 
 
 def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:

@@ -162,8 +162,14 @@ def _rows(method: MethodRun, scores: dict[str, Scores], context: RunContext, set
         ("held_bytes", mine.held[0], "bytes"),
         ("kept_tokens", sum(mine.kept) / len(mine.kept), "tokens"),
         ("positions_processed", sum(mine.processed) / len(mine.processed), "positions"),
+        ("scored_kept_tokens", sum(mine.scored_kept) / len(mine.scored_kept), "tokens"),
+        ("scored_bytes", mine.scored_held[0], "bytes"),
     ):
         yield replace(base, metric=metric, value=value, unit=unit)
+    if mine.full_16bit and sum(mine.scored_held) > 0:
+        note = "bytes of a full cache in 16 bits over bytes held, slots for coming tokens included; means while scored"
+        smaller = sum(mine.full_16bit) / sum(mine.scored_held)
+        yield replace(base, metric="x_smaller", value=smaller, unit="x", note=f"{note}; {base.note}")
 
 
 def _note(method: MethodRun, mine: Scores, context: RunContext, settings: Perplexity) -> str:

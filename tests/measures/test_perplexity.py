@@ -367,7 +367,7 @@ def test_what_the_full_cache_rules_out_adds_nothing_to_kl() -> None:
 
 def test_bytes_are_those_of_the_scored_cache_against_a_full_cache_in_16_bits() -> None:
     """Two layers, 2 KV heads of 16 numbers, float32: a full cache holds twice the bytes of one in 16 bits."""
-    rows = rows_of(score_windows(bench(methods("full", "h2o", "recompute")), settings(windows=3, batch=2)))
+    rows = rows_of(score_windows(bench(methods("full", "h2o", "recompute")), settings(windows=2, batch=2)))
     number, tokens = 2 * 2 * 2 * 16, CONTEXT + TOKENS  # keys and values of two layers
     seen = CONTEXT + (TOKENS - 1) / 2  # when the first token is scored 40, when the last one is 49
     full = 2 * 4 * number * tokens + 2 * 4 * tokens  # batch 2; positions of two layers, shared by the batch

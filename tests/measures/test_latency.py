@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kvbench.cache import build, graph
+from kvbench.cache import build
+from kvbench.cache import prefill as prefill_module
 from kvbench.cache.build import Method
 from kvbench.cache.caches import RecomputeCache
 from kvbench.cache.decode import generate
+from kvbench.cache.decode_cache import DecodeCache
 from kvbench.cache.store import DenseStore
 from kvbench.measures.context import RunContext
 from kvbench.measures.latency import Latency, machine
@@ -85,14 +87,14 @@ def test_number_of_timed_steps(steps: int, warmup: int) -> None:
 def test_methods_take_turns_of_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[object] = []
     fed: dict[int, list[int]] = {}
-    step = graph.step
+    step = DecodeCache.step
 
-    def spy(model: Any, ids: Any, cache: Any) -> Any:
+    def spy(cache: DecodeCache, model: Any, ids: Any, logits_to_keep: int = 1) -> Any:
         caches.append(cache)
         fed.setdefault(id(cache), []).append(int(ids))
-        return step(model, ids, cache)
+        return step(cache, model, ids, logits_to_keep)
 
-    monkeypatch.setattr(graph, "step", spy)
+    monkeypatch.setattr(DecodeCache, "step", spy)
     monkeypatch.setattr(measured, "_generations", lambda *_: [])
     rows_of(time_decoding(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
     order = [(id(cache), len(list(run))) for cache, run in itertools.groupby(caches, key=lambda cache: cache)]
@@ -119,7 +121,8 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks at the clock sees a second more than whoever looked before."""
     seconds = itertools.count()
     monkeypatch.setattr(measured, "clock", lambda device: float(next(seconds)))
-    monkeypatch.setattr(build, "clock", lambda device: float(next(seconds)))
+    for module in (build, prefill_module):
+        monkeypatch.setattr(module, "clock", lambda device: float(next(seconds)))
 
 
 @pytest.mark.usefixtures("ticking")

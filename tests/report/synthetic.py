@@ -10,9 +10,11 @@ from typing import Any
 
 from kvbench.report.advice.advice import Advice
 from kvbench.report.advice.scenarios import advise
-from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.comparison import is_baseline
+from kvbench.report.compare.methods import Group, groups_of
 from kvbench.report.compare.warnings import find_warnings
 from kvbench.report.compare.window_samples import WindowSample
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.tables.measure_tables import build_tables
 from kvbench.report.tables.table import Table
 from kvbench.results.folder import RunFolder
@@ -101,8 +103,29 @@ ONE = {"store": "int8", "bits": 8}
 OTHER = {"store": "int4", "bits": 4}
 
 
-def advice_on(rows: Sequence[Row], key: str) -> Advice:
-    return next(one for one in advise(groups_of(rows)) if one.key == key)
+WINDOWS = 16
+HALF = 0.5502 / 2
+"""Half width of the 95% interval of WINDOWS differences that lie at +1/2 and -1/2: t(15) / (2 sqrt(15))."""
+
+
+def windows_of(rows: Sequence[Row], windows: int = WINDOWS) -> list[WindowSample]:
+    """Windows whose mean is each row's nll_minus_full and, if there are 16, whose interval is the row's."""
+    found = []
+    for row in rows:
+        if row.metric == "nll_minus_full" and not is_baseline(row) and None not in (row.value, row.low, row.high):
+            step = (row.high - row.low) / 4 / HALF  # type: ignore[operator]
+            differences = [(row.value or 0.0) + step * (-1) ** place for place in range(windows)]
+            found += [WindowSample(row, str(place), each) for place, each in enumerate(differences)]
+    return found
+
+
+def judged_groups(rows: Sequence[Row], windows: int = WINDOWS) -> list[Group]:
+    """The groups of the rows, with a verdict for each method from `windows` windows."""
+    return groups_of(rows, evidence_of(windows_of(rows, windows)))
+
+
+def advice_on(rows: Sequence[Row], key: str, windows: int = WINDOWS) -> Advice:
+    return next(one for one in advise(judged_groups(rows, windows)) if one.key == key)
 
 
 def chosen(rows: Sequence[Row], key: str) -> str:

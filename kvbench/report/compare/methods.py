@@ -19,7 +19,9 @@ from kvbench.report.compare.comparison import (
 from kvbench.report.compare.declared import Traits, measured_bounded, traits_of
 from kvbench.report.compare.names import display_name, heads_text, labels, short_model
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.results.intervals import wilson
+from kvbench.results.paired import Verdict
 from kvbench.results.row import Row
 
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
@@ -31,12 +33,16 @@ PROTOCOL = "prefill_decode"
 
 @dataclass
 class MethodNumbers:
-    """One method with its knobs. numbers: a row for each metric; hits: the pooled hit rate for each length."""
+    """One method with its knobs. numbers: a row for each metric; hits: the pooled hit rate for each length.
+
+    verdict: against the full cache, from the windows of the perplexity; None without samples.
+    """
 
     row: Row
     label: str
     numbers: dict[str, Row] = field(default_factory=dict)
     hits: dict[int, Row] = field(default_factory=dict)
+    verdict: Verdict | None = None
 
     def value(self, metric: str) -> float | None:
         row = self.numbers.get(metric)
@@ -82,14 +88,19 @@ class Group:
         return self.baseline.held / member.held
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """One group for each model and device, in the order of their rows; models with random weights come last."""
+def groups_of(rows: Sequence[Row], evidence: WindowEvidence = NO_EVIDENCE) -> list[Group]:
+    """One group for each model and device, in the order of their rows; models with random weights come last.
+
+    evidence: windows from which the methods get their verdicts.
+    """
     names = labels([row for row in rows if row.method])
     settings: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.method is not None:
             settings.setdefault(comparison_key(row, across_measures=True), []).append(row)
     found = [_group(own, names) for own in settings.values()]
+    for member in (member for group in found for member in group.members):
+        member.verdict = evidence.verdict_of(member.numbers.get("nll_minus_full"))
     return sorted(found, key=lambda group: weights_of(group.row) == "random")
 
 

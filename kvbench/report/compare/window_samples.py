@@ -35,7 +35,8 @@ def read_samples(runs: Iterable[Path]) -> list[WindowSample]:
         setting = _setting(run) if records else {}
         for record in records:
             for sample in _differences(record, setting):
-                key = (comparison_key(sample.row), config_of(sample.row), sample.row.context, sample.window)
+                row = sample.row
+                key = (comparison_key(row), config_of(row), row.context, row.protocol, sample.window)
                 found[key] = sample
     return list(found.values())
 
@@ -49,6 +50,8 @@ def _setting(run: Path) -> dict[str, Any]:
 
 def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[WindowSample]:
     if record.get("measure") != "perplexity" or not isinstance(record.get("context"), int | None):
+        return []
+    if not isinstance(record.get("protocol"), str | None):
         return []
     methods = record.get("methods")
     entries = [entry for entry in methods if _is_entry(entry)] if isinstance(methods, list) else []
@@ -75,12 +78,12 @@ def _finite(value: Any) -> bool:
 
 def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[str, Any]) -> Row:
     recorded = entry.get("knobs")
-    knobs: dict[str, Any] = dict(recorded) if isinstance(recorded, Mapping) else {}
+    known = recorded.items() if isinstance(recorded, Mapping) else ()
+    knobs: dict[str, Any] = {name: value for name, value in known if value is not None}  # as rows record them
     columns = {name: knobs.pop(name) for name in COLUMNS if name in knobs}
     rest: Sequence[str] = sorted(name for name in knobs if name not in NO_KNOB)
     budget = columns.get("budget")
     columns["budget"] = float(budget) if isinstance(budget, int | float) else None
     columns["knobs"] = json.dumps({name: knobs[name] for name in rest}) if rest else None
-    return Row(
-        method=entry.get("method"), store=entry.get("store"), context=record.get("context"), **setting, **columns
-    )
+    where = {"context": record.get("context"), "protocol": record.get("protocol")}
+    return Row(method=entry.get("method"), store=entry.get("store"), **where, **setting, **columns)

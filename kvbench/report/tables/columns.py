@@ -9,8 +9,10 @@ from typing import Any
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import Line, comparison_key, config_of
 from kvbench.report.compare.names import display_name, knob_text, short_model, varying_knobs, varying_other_knobs
+from kvbench.report.compare.window_verdicts import HOW, verdict_cell
 from kvbench.report.tables.table import Column, text_column
 from kvbench.results.headline import Format, Headline
+from kvbench.results.paired import Verdict
 from kvbench.results.row import IDENTITY, KINDS, KNOBS, Row
 
 FORMATS: dict[Format, Callable[[Sequence[float]], tuple[str, number_text.Format]]] = {
@@ -96,6 +98,13 @@ def status_column(lines: Sequence[Line]) -> list[Column]:
     """A column of statuses, only if something failed."""
     statuses = [line.status for line in lines]
     return [] if set(statuses) <= {"ok"} else [text_column("status", "status", statuses)]
+
+
+def verdict_column(verdicts: Sequence[Verdict | None]) -> tuple[list[Column], list[str]]:
+    """A column of verdicts against the full cache, and their rule for the caption; both empty without a verdict."""
+    if not any(verdicts):
+        return [], []
+    return [text_column("verdict", "verdict", [verdict_cell(verdict) for verdict in verdicts], rank=3)], [HOW]
 
 
 def metric_columns(

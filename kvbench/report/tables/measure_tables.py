@@ -16,7 +16,15 @@ from rich.text import Text
 from kvbench.report.compare.comparison import Line, baseline_of, lines_of, measures_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.warnings import find_warnings
-from kvbench.report.tables.columns import caption_of, identity_columns, metric_columns, repeats_text, status_column
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
+from kvbench.report.tables.columns import (
+    caption_of,
+    identity_columns,
+    metric_columns,
+    repeats_text,
+    status_column,
+    verdict_column,
+)
 from kvbench.report.tables.headlines import COUNTS, SMALLER, Recorded, headlines_of, reading_order
 from kvbench.report.tables.needle_tables import needle_tables
 from kvbench.report.tables.table import Table, for_terminal, shared_caption
@@ -26,8 +34,13 @@ from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
 MOST_WARNINGS = 8
 
 
-def build_tables(rows: Sequence[Row], recorded: Recorded | None = None) -> list[Table]:
-    """All tables that the rows allow, in reading order. recorded: headlines from the configs of their run folders."""
+def build_tables(
+    rows: Sequence[Row], recorded: Recorded | None = None, evidence: WindowEvidence = NO_EVIDENCE
+) -> list[Table]:
+    """All tables that the rows allow, in reading order.
+
+    recorded: headlines from the configs of their run folders. evidence: windows that give the verdicts.
+    """
     tables: list[Table] = []
     for measure in measures_of(rows, reading_order(recorded)):
         if measure == "needle":
@@ -38,7 +51,7 @@ def build_tables(rows: Sequence[Row], recorded: Recorded | None = None) -> list[
             tables += needle_tables(lines, identity, caption, columns)
             continue
         lines = lines_of(rows, measure)
-        tables.append(_measure_table(measure, lines, recorded))
+        tables.append(_measure_table(measure, lines, recorded, evidence))
         if parts := _parts_table(measure, lines):
             tables.append(parts)
     return tables
@@ -71,18 +84,20 @@ def terminal_table(frame: pd.DataFrame) -> TerminalTable:
     return TerminalTable(rows_of(frame))
 
 
-def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None) -> Table:
+def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None, evidence: WindowEvidence) -> Table:
     headlines = headlines_of(measure, lines, recorded)
     if SMALLER in headlines:
         _add_times_smaller(lines)
     columns, constants = metric_columns(lines, headlines)
-    caption = [*caption_of(lines), *constants, *repeats_text(lines)]
+    verdicts = [evidence.verdict_of(line.get("nll_minus_full")) for line in lines]
+    verdict, rule = verdict_column(verdicts)
+    caption = [*caption_of(lines), *constants, *rule, *repeats_text(lines)]
     return Table(
         name=measure,
         title=measure.replace("_", " ").capitalize(),
         caption=caption,
-        columns=(*identity_columns(lines), *status_column(lines), *columns),
-        records=_records(lines),
+        columns=(*identity_columns(lines), *status_column(lines), *columns, *verdict),
+        records=[r | verdict_record(found) for r, found in zip(_records(lines), verdicts, strict=True)],
         rows=[line.row for line in lines],
     )
 

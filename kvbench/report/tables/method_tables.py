@@ -10,7 +10,8 @@ from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Cell, Line, layo
 from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import display_name, short_model
 from kvbench.report.compare.verdicts import WEIGHTS_WORDS, loss_text, times_text
-from kvbench.report.tables.columns import identity_columns, metric_columns
+from kvbench.report.compare.window_verdicts import verdict_record
+from kvbench.report.tables.columns import identity_columns, metric_columns, verdict_column
 from kvbench.report.tables.headlines import SMALLER, Recorded, reading_order
 from kvbench.report.tables.table import Column, Table, text_column
 from kvbench.results.headline import Headline
@@ -60,7 +61,9 @@ def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table
     if several:
         words = [WEIGHTS_WORDS[weights_of(line.row)] for line in lines]
         identity.append(text_column("weights", "weights", words))
-    caption += common
+    verdicts = [member.verdict for group in groups for member in group.everyone]
+    verdict, rule = verdict_column(verdicts)
+    caption += [*common, *rule]
     if any(places):
         identity.append(text_column("measured", "measured", places))
     if len({row.tokenizer for group in groups if (row := _perplexity(group)) is not None}) > 1:
@@ -70,8 +73,8 @@ def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table
         "overview",
         "All methods",
         caption,
-        (*identity, *_of_methods(columns, lines)),
-        _records(lines),
+        (*identity, *_of_methods(columns, lines), *verdict),
+        [record | verdict_record(found) for record, found in zip(_records(lines), verdicts, strict=True)],
         terminal=False,
         rows=[replace(line.row, measure=",".join(measures_of(line.cells.values(), order))) for line in lines],
     )

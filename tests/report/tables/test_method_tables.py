@@ -8,7 +8,7 @@ from kvbench.report.advice.summary import summary
 from kvbench.report.compare.methods import groups_of
 from kvbench.report.tables.measure_tables import build_tables
 from kvbench.report.tables.method_tables import overview, traits_table
-from tests.report.synthetic import FULL, ONE, OTHER, cache, latents
+from tests.report.synthetic import FULL, ONE, OTHER, cache, judged_groups, latents
 from tests.shared.rows import METHODS, rows
 
 
@@ -35,7 +35,7 @@ def test_architectures_stand_in_one_table_with_sizes_first_and_where_weights_are
 
 
 def test_summary_overview_and_traits_carry_the_same_numbers() -> None:
-    groups = groups_of(FULL + cache("full", 10, 0.001, **OTHER) + cache("h2o", 4, 0.2, hits=3, budget=100.0))
+    groups = judged_groups(FULL + cache("full", 10, 0.001, **OTHER) + cache("h2o", 4, 0.2, hits=3, budget=100.0))
     text = " ".join(summary(groups))
     assert "full+int4 in 10.0 MiB (4.00x smaller)" in text and "h2o in 4.00 MiB (10.00x smaller)" in text
     table = overview(groups)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,17 @@ def crowd() -> list[Row]:
     made = rows([*fixed, *swept], contexts=(512, 2048), lengths=(1024,))
     at = [row for row in made if row.metric == "kl" and row.value]
     return made + [replace(row, metric="kl_at", position=1024 + 16 * i) for row in at for i in range(8)]
+
+
+def rival_samples(
+    windows: int, losses: Mapping[str, float], budget: float = 256.0, seed: int = 0
+) -> list[WindowSample]:
+    """Windows of methods of one budget: a difference of the window that all share, and noise of 0.01 nats of each."""
+    draw = random.Random(seed)
+    shared = [draw.gauss(0, 0.05) for _ in range(windows)]
+    base = replace(BASE, store="dense", budget=budget, context=1024, protocol="prefill_decode")
+    return [
+        WindowSample(replace(base, method=name), str(place), loss + common + draw.gauss(0, 0.01))
+        for name, loss in losses.items()
+        for place, common in enumerate(shared)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,32 @@ class WindowSample:
     row: Row
     window: str  # hash of its tokens: the same for the same text in every run
     difference: float  # NLL above the full cache's, nats a token
+
+
+WindowKey = tuple[Any, ...]
+"""Model and device, method with its knobs, context and protocol."""
+
+
+@dataclass(frozen=True)
+class MethodWindows:
+    """The windows of one method. row: the method with its knobs. differences: by window, NLL minus the full cache's."""
+
+    row: Row
+    differences: dict[str, float] = field(default_factory=dict)
+
+
+def window_key(row: Row) -> WindowKey:
+    """Equal for a row of perplexity and the samples of the same method, model, device, context and protocol."""
+    return (*comparison_key(row, across_measures=True), *config_of(row), row.context, row.protocol)
+
+
+def by_method(samples: Iterable[WindowSample]) -> dict[WindowKey, MethodWindows]:
+    """The windows of each method."""
+    found: dict[WindowKey, MethodWindows] = {}
+    for sample in samples:
+        method = found.setdefault(window_key(sample.row), MethodWindows(sample.row))
+        method.differences[sample.window] = sample.difference
+    return found
 
 
 def read_samples(runs: Iterable[Path]) -> list[WindowSample]:
@@ -85,5 +111,11 @@ def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[s
     budget = columns.get("budget")
     columns["budget"] = float(budget) if isinstance(budget, int | float) else None
     columns["knobs"] = json.dumps({name: knobs[name] for name in rest}) if rest else None
-    where = {"context": record.get("context"), "protocol": record.get("protocol")}
-    return Row(method=entry.get("method"), store=entry.get("store"), **where, **setting, **columns)
+    return Row(
+        method=entry.get("method"),
+        store=entry.get("store"),
+        context=record.get("context"),
+        protocol=record.get("protocol"),
+        **setting,
+        **columns,
+    )

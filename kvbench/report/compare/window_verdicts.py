@@ -10,61 +10,71 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvbench.report.compare.comparison import comparison_key, config_of
-from kvbench.report.compare.window_samples import WindowSample
+from kvbench.report.compare.method_families import MethodFamily, families_of
+from kvbench.report.compare.window_samples import MethodWindows, WindowKey, WindowSample, by_method, window_key
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict, verdicts
 from kvbench.results.row import Row
 
-WindowKey = tuple[Any, ...]
-"""Model and device, method with its knobs, context and protocol."""
 MARGIN_TEXT = f"{MARGIN:g} nats"
 HOW = (
     f"verdict: within margin where the 95% interval of the mean ΔNLL over windows ends below {MARGIN_TEXT}, worse "
     f"where it lies above 0 and reaches {MARGIN_TEXT}; none below {FEWEST_UNITS} windows"
 )
 """The rule of the verdicts, for captions."""
+BEST = (
+    "bold ΔNLL: in each budget and decode mode the lowest and all that cannot be told apart from it (paired t tests "
+    "over windows, corrected for skewness and by Holm for the number of pairs); none where no two methods differ"
+)
 NO_SAMPLES = "its windows are not in samples.jsonl, and an interval over 16-token blocks covers these windows only"
 
 
 @dataclass(frozen=True)
-class MethodWindows:
-    """The windows of one method. row: the method with its knobs. differences: by window, NLL minus the full cache's."""
-
-    row: Row
-    differences: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class WindowEvidence:
-    """What the windows show. windows, verdicts: by `window_key`; empty without samples."""
+    """What the windows show. windows, verdicts: by `window_key`; empty without samples.
+
+    families: methods that were compared with each other. best: keys of the best methods of each family.
+    """
 
     windows: Mapping[WindowKey, MethodWindows] = field(default_factory=dict)
     verdicts: Mapping[WindowKey, Verdict] = field(default_factory=dict)
+    families: tuple[MethodFamily, ...] = ()
+    best: frozenset[WindowKey] = frozenset()
 
     def verdict_of(self, row: Row | None) -> Verdict | None:
         """The verdict for the method, context and protocol of a row; None without samples."""
-        if row is None:
-            return None
-        older = replace(row, protocol=None)  # samples of older runs name no protocol
-        return self.verdicts.get(window_key(row)) or self.verdicts.get(window_key(older))
+        found = (self.verdicts.get(key) for key in _keys(row)) if row is not None else iter(())
+        return next((verdict for verdict in found if verdict is not None), None)
+
+    def is_best(self, row: Row) -> bool:
+        """The method belongs to the best ones of its budget and decode mode."""
+        return any(key in self.best for key in _keys(row))
+
+    def best_text(self) -> list[str]:
+        """For a caption: which methods are marked as best, or why none is. Empty without samples."""
+        most = max((len(method.differences) for method in self.windows.values()), default=0)
+        if not self.windows:
+            return []
+        if most < FEWEST_UNITS:
+            return [f"no method is marked as best: {most} windows, {FEWEST_UNITS} needed to compare methods"]
+        return [BEST] if self.best else ["no method is marked as best: no two differ by paired tests over windows"]
 
 
 NO_EVIDENCE = WindowEvidence()
 
 
-def window_key(row: Row) -> WindowKey:
-    """Equal for a row of perplexity and the samples of the same method, model, device, context and protocol."""
-    return (*comparison_key(row, across_measures=True), *config_of(row), row.context, row.protocol)
+def _keys(row: Row) -> tuple[WindowKey, WindowKey]:
+    """Under which a row's samples may stand: samples of older runs name no protocol."""
+    return window_key(row), window_key(replace(row, protocol=None))
 
 
 def evidence_of(samples: Iterable[WindowSample]) -> WindowEvidence:
-    """Gather the windows of each method and give its verdict."""
-    found: dict[WindowKey, MethodWindows] = {}
-    for sample in samples:
-        method = found.setdefault(window_key(sample.row), MethodWindows(sample.row))
-        method.differences[sample.window] = sample.difference
-    given = verdicts([list(method.differences.values()) for method in found.values()])
-    return WindowEvidence(found, dict(zip(found, given, strict=True)))
+    """Gather the windows of each method, give its verdict, and compare the methods with each other."""
+    windows = by_method(samples)
+    given = verdicts([list(method.differences.values()) for method in windows.values()])
+    families = families_of(windows)
+    marked = ((family, place) for family in families if family.marks_best for place in family.best)
+    best = frozenset(window_key(family.rows[place]) for family, place in marked)
+    return WindowEvidence(windows, dict(zip(windows, given, strict=True)), tuple(families), best)
 
 
 def verdict_cell(verdict: Verdict | None) -> str:

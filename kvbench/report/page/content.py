@@ -53,7 +53,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
     samples = read_samples(runs)
     evidence = evidence_of(samples)
     groups = groups_of(rows, evidence)
-    head = overview(groups, headlines)
+    head = overview(groups, headlines, evidence)
     measured = [group for group in groups if group.members]
     return Report(
         title=_title(rows),
@@ -67,7 +67,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
             *published_tables(configs.values(), rows),
         ],
         traits=traits_table(measured),
-        figures=draw_all(rows, out, samples, runs),
+        figures=draw_all(rows, out, samples, runs, evidence.families),
         remarks=remarks(rows),
         runs=_recorded(configs, provenance),
         provenance=provenance,

@@ -24,7 +24,8 @@ top-1: share of tokens for which both predict the same next token. engaged: shar
 predicted after an eviction or a quantisation. kept: tokens held per KV head. TTFT: time to first token. TPOT: time per
 output token. a token: held bytes divided by tokens seen. x smaller: bytes of the full cache of the same model and run,
 divided by bytes held, free slots included. Brackets: 95% intervals (how they are computed: under How it was measured).
-Bold: better than every other method beyond the intervals. The CSV files hold unrounded numbers.
+Bold: better than every other method beyond the
+intervals; for perplexity by paired tests over windows, as the caption says. The CSV files hold unrounded numbers.
 """
 
 

@@ -26,6 +26,7 @@ from kvbench.report.tables.columns import (
     verdict_column,
 )
 from kvbench.report.tables.headlines import COUNTS, SMALLER, Recorded, headlines_of, reading_order
+from kvbench.report.tables.method_pairs import method_pairs_table
 from kvbench.report.tables.needle_tables import needle_tables
 from kvbench.report.tables.table import Table, for_terminal, shared_caption
 from kvbench.results.headline import Headline
@@ -54,6 +55,8 @@ def build_tables(
         tables.append(_measure_table(measure, lines, recorded, evidence))
         if parts := _parts_table(measure, lines):
             tables.append(parts)
+        if measure == "perplexity" and (pairs := method_pairs_table(evidence.families)):
+            tables.append(pairs)
     return tables
 
 
@@ -88,10 +91,11 @@ def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None, e
     headlines = headlines_of(measure, lines, recorded)
     if SMALLER in headlines:
         _add_times_smaller(lines)
-    columns, constants = metric_columns(lines, headlines)
+    columns, constants = metric_columns(lines, headlines, evidence=evidence)
     verdicts = [evidence.verdict_of(line.get("nll_minus_full")) for line in lines]
     verdict, rule = verdict_column(verdicts)
-    caption = [*caption_of(lines), *constants, *rule, *repeats_text(lines)]
+    best = evidence.best_text() if any(verdicts) else []
+    caption = [*caption_of(lines), *constants, *rule, *best, *repeats_text(lines)]
     return Table(
         name=measure,
         title=measure.replace("_", " ").capitalize(),

@@ -10,7 +10,7 @@ from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Cell, Line, layo
 from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import display_name, short_model
 from kvbench.report.compare.verdicts import WEIGHTS_WORDS, loss_text, times_text
-from kvbench.report.compare.window_verdicts import verdict_record
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
 from kvbench.report.tables.columns import identity_columns, metric_columns, verdict_column
 from kvbench.report.tables.headlines import SMALLER, Recorded, reading_order
 from kvbench.report.tables.table import Column, Table, text_column
@@ -45,14 +45,17 @@ MOST_GROUPS = 2
 """Groups that the table of traits shows."""
 
 
-def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table | None:
+def overview(
+    groups: Sequence[Group], recorded: Recorded | None = None, evidence: WindowEvidence = NO_EVIDENCE
+) -> Table | None:
     """One line for each method and group; None with fewer than two lines or without a number.
 
     Where models, KV heads or MLA layouts differ, each line also shows bytes a token and where its weights come from.
     """
     lines = [_line(member, group) for group in groups for member in group.everyone]
     several = len({(group.row.model, group.row.kv_heads, layout_of(group.row)) for group in groups}) > 1
-    columns, _ = metric_columns(lines, ARCHITECTURES if several else HEADLINES, across_measures=True)
+    chosen = ARCHITECTURES if several else HEADLINES
+    columns, _ = metric_columns(lines, chosen, across_measures=True, evidence=evidence)
     if len(lines) < 2 or not columns:
         return None
     common, places = _places(groups)
@@ -63,7 +66,7 @@ def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table
         identity.append(text_column("weights", "weights", words))
     verdicts = [member.verdict for group in groups for member in group.everyone]
     verdict, rule = verdict_column(verdicts)
-    caption += [*common, *rule]
+    caption += [*common, *rule, *(evidence.best_text() if any(verdicts) else [])]
     if any(places):
         identity.append(text_column("measured", "measured", places))
     if len({row.tokenizer for group in groups if (row := _perplexity(group)) is not None}) > 1:

@@ -87,7 +87,10 @@ def cache(
         replace(seen, metric="engaged", value=0.0 if full else 0.99),
         replace(seen, metric="kept_tokens", value=budget or 1151.0),
     ]
-    found.append(replace(start, measure="memory", context=2048, metric="held_bytes", value=held * MIB, unit="bytes"))
+    found.append(replace(seen, metric="scored_bytes", value=held * MIB, unit="bytes"))
+    found.append(
+        replace(start, measure="memory", context=2048, metric="held_bytes", value=2 * held * MIB, unit="bytes")
+    )
     for depth in (0.1, 0.5, 0.9):
         there = replace(start, measure="needle", context=2048, question="after", depth=depth, n=4)
         part = min(4, max(0, hits - {0.1: 0, 0.5: 4, 0.9: 8}[depth]))

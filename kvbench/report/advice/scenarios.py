@@ -100,7 +100,7 @@ def _advise(scenario: Scenario, group: Group) -> Advice:
     if base is None:
         return advice.abstain("the full cache was not measured, so no method can be compared with it")
     if base.held is None:
-        return advice.abstain("no memory was measured: type measure=[memory]")
+        return advice.abstain("no bytes of the scored cache were measured: type measure=[perplexity]")
     if scenario.needle and not group.lengths:
         return advice.abstain("no needle was measured that the full cache itself finds: type measure=[needle]")
     suited = [member for member in group.members if scenario.unsuited(member, group) is None]

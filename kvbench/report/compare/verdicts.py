@@ -41,7 +41,7 @@ def not_judged(member: MethodNumbers, *, needle: bool = False) -> str | None:
     if (reason := _untrained(member.row)) is not None:
         return reason
     if member.held is None:
-        return "its memory was not measured at the same context"
+        return "the bytes of its scored cache were not measured"
     if loss is None or loss.value is None:
         return "its loss against the full cache was not measured"
     if engaged is not None and not engaged.value:
@@ -133,7 +133,7 @@ def _hits(row: Row) -> str:
 def numbers_of(member: MethodNumbers, group: Group) -> str:
     """Bytes, loss, KL, needles and time per output token of a method, in one line."""
     parts = [f"holds {bytes_text(member, group)}"]
-    context = group.contexts.get("memory") or group.contexts.get("perplexity")
+    context = group.contexts.get("bytes")
     if context:
         parts[0] += f" at {context:,} tokens"
     if (loss := member.numbers.get("nll_minus_full")) is not None:

@@ -25,7 +25,7 @@ PALE = 0.25
 
 
 def pair_heat_maps(families: Sequence[MethodFamily]) -> Figure | None:
-    """The families with most methods; None without a family. A single pair has a panel only if there is nothing else."""
+    """The families with most methods; None without a family. Families of two come last."""
     larger = [family for family in families if len(family.rows) > 2] or families
     shown = sorted(larger, key=lambda family: -len(family.rows))[:MOST_PANELS]
     if not shown:

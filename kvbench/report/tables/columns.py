@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvbench.report.compare import number_text
-from kvbench.report.compare.comparison import Line, comparison_key, config_of
+from kvbench.report.compare.comparison import Line, comparison_key, config_of, decode_of
 from kvbench.report.compare.names import display_name, knob_text, short_model, varying_knobs, varying_other_knobs
 from kvbench.report.compare.window_verdicts import HOW, NO_EVIDENCE, WindowEvidence, verdict_cell
 from kvbench.report.tables.table import Column, text_column
@@ -35,8 +35,11 @@ BATCH_UNITS = (*TIME_UNITS, "bytes")
 """Units of metrics that depend on the batch size. Quality does not: there a batch is the windows run at a time."""
 
 
-def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Column]:
-    """The method's name, and the knobs and settings that differ between lines."""
+def identity_columns(lines: Sequence[Line], skip: Sequence[str] = (), *, decode: bool = False) -> list[Column]:
+    """The method's name, and the knobs and settings that differ between lines.
+
+    decode: with a column that says which rules append decoded tokens to the budget and which evict.
+    """
     rows = [line.row for line in lines]
     columns = []
     models = {row.model for row in rows}
@@ -49,7 +52,10 @@ def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Co
             continue
         cells = [knob_text(knob, value) for value in values]
         columns.append(Column(knob, knob.replace("_", " "), cells, cells, numbers=_numbers(values)))
-    extra = varying_other_knobs(rows)
+    modes = [decode_of(row) for row in rows] if decode else []
+    if any(modes):
+        columns.append(text_column("decode", "decode", [mode or "–" for mode in modes]))
+    extra = varying_other_knobs(rows, skip=("decode",) if any(modes) else ())
     if any(extra.values()):
         columns.append(text_column("knobs", "knobs", [extra[config_of(row)] for row in rows]))
     return columns + _setting_columns(lines, columns, skip)

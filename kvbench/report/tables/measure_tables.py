@@ -13,7 +13,7 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvbench.report.compare.comparison import Line, baseline_of, lines_of, measures_of
+from kvbench.report.compare.comparison import Line, baseline_of, decode_of, lines_of, measures_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.warnings import find_warnings
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
@@ -100,7 +100,7 @@ def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None, e
         name=measure,
         title=measure.replace("_", " ").capitalize(),
         caption=caption,
-        columns=(*identity_columns(lines), *status_column(lines), *columns, *verdict),
+        columns=(*identity_columns(lines, decode=measure == "perplexity"), *status_column(lines), *columns, *verdict),
         records=[r | verdict_record(found) for r, found in zip(_records(lines), verdicts, strict=True)],
         rows=[line.row for line in lines],
     )
@@ -139,7 +139,7 @@ def _records(lines: Sequence[Line], metrics: Sequence[str] | None = None) -> lis
     records = []
     for line in lines:
         record: dict[str, Any] = {"method_shown": display_name(line.row)}
-        record |= {name: getattr(line.row, name) for name in IDENTITY}
+        record |= {name: getattr(line.row, name) for name in IDENTITY} | {"decode": decode_of(line.row)}
         for (metric, _, _), row in line.cells.items():
             if metrics is not None and metric not in metrics:
                 continue

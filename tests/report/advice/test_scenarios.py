@@ -75,7 +75,10 @@ def test_extreme_memory_needs_a_cache_eight_times_smaller() -> None:
             FULL + cache("full", 10, 0.001, reach=0.5, **OTHER) + cache("full", 20, 0.001, reach=0.5, **ONE),
             "a choice needs 2",
         ),
-        ([row for row in FULL + cache("full", 10, 0.001, **OTHER) if row.measure != "memory"], "no memory"),
+        (
+            [row for row in FULL + cache("full", 10, 0.001, **OTHER) if row.metric != "scored_bytes"],
+            "no bytes of the scored cache",
+        ),
     ],
 )
 def test_too_little_data_says_so(rows: list[Row], word: str) -> None:

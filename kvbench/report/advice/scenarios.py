@@ -17,7 +17,16 @@ from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import weights_of
 from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import name_list
-from kvbench.report.compare.verdicts import bytes_text, hits_text, losses, not_judged, numbers_of, windows_needed
+from kvbench.report.compare.verdicts import (
+    bytes_text,
+    higher_nll,
+    hits_text,
+    judged_loss,
+    losses,
+    not_judged,
+    numbers_of,
+    windows_needed,
+)
 from kvbench.report.compare.window_verdicts import MARGIN_TEXT
 
 EXTREME = 8.0
@@ -177,7 +186,9 @@ def _explain(advice: Advice, scenario: Scenario, found: _Judged) -> None:
     if found.lost:
         advice.reasons.append(f"worse than the full cache: {name_list([one.label for one in found.lost])}")
     if cheapest is not None and group.baseline is not None:
-        measured = "; ".join(losses(cheapest, group.baseline))
+        loss = cheapest.numbers.get("nll_minus_full")
+        nll = [] if loss is None or scenario.needle or higher_nll(cheapest) else [judged_loss(cheapest, loss)]
+        measured = "; ".join([*nll, *losses(cheapest, group.baseline)])
         advice.reasons.append(f"{word}: {cheapest.label} holds {bytes_text(cheapest, group)}, with {measured}")
 
 

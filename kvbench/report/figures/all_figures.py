@@ -69,7 +69,7 @@ FIGURES = (
         perplexity_by_bytes,
         "Perplexity against bytes",
         "Perplexity against the bytes of the cache that was scored; vertical lines: 95% interval of the paired "
-        "difference from the full cache (dashed line); grey steps: Pareto front",
+        "difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
     ),
     FigureKind(
         "quality_bytes",
@@ -82,7 +82,7 @@ FIGURES = (
         perplexity_by_budget,
         "Perplexity against budget",
         "Perplexity against the tokens kept per KV head; vertical lines: 95% interval of the paired difference from "
-        "the full cache (dashed line)",
+        "the full cache (dashed line), over these windows only",
     ),
     FigureKind("needle", needle_maps, "Needle in a haystack", "Needles found out of those hidden, by length and depth"),
     FigureKind(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvbench.report.compare.method_families import MethodFamily, families_of
+from kvbench.report.compare.method_families import LARGEST, MethodFamily, families_of
 from kvbench.report.compare.window_samples import MethodWindows, WindowKey, WindowSample, by_method, window_key
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict, verdicts
 from kvbench.results.row import Row
@@ -56,6 +56,8 @@ class WindowEvidence:
             return []
         if most < FEWEST_UNITS:
             return [f"no method is marked as best: {most} windows, {FEWEST_UNITS} needed to compare methods"]
+        if not self.families:
+            return [f"no method is marked as best: no 2 to {LARGEST} methods share budget, decode mode and windows"]
         return [BEST] if self.best else ["no method is marked as best: no two differ by paired tests over windows"]
 
 

@@ -41,6 +41,8 @@ def test_nothing_is_marked_where_no_two_differ_or_windows_are_too_few() -> None:
     assert not few.families and not few.best
     assert few.best_text() == ["no method is marked as best: 9 windows, 10 needed to compare methods"]
     assert evidence_of([]).best_text() == []
+    alone = evidence_of(rival_samples(32, {"h2o": 0.1})).best_text()
+    assert alone == ["no method is marked as best: no 2 to 100 methods share budget, decode mode and windows"]
     assert method_pairs_table(few.families) is None and pair_heat_maps(few.families) is None
 
 

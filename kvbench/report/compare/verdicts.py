@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import weights_of
 from kvbench.report.compare.methods import Group, MethodNumbers
@@ -101,9 +103,10 @@ def loss_text(row: Row) -> str:
 
 def judged_loss(member: MethodNumbers, loss: Row) -> str:
     """`ΔNLL +0.0104, worse by 0.01 nats (16 windows; ...)`; the row's own interval where the windows are unknown."""
-    if member.verdict is None or loss.value is None:
+    verdict = member.verdict
+    if verdict is None or not math.isfinite(verdict.mean):
         return f"ΔNLL {loss_text(loss)}, no verdict without samples"
-    return f"ΔNLL {number_text.signed(loss.value)}, {member.verdict.text()}"
+    return f"ΔNLL {number_text.signed(verdict.mean)}, {verdict.text()}"
 
 
 def bytes_text(member: MethodNumbers, group: Group) -> str:

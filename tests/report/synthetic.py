@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvbench.report.advice.advice import Advice
 from kvbench.report.advice.scenarios import advise
-from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.comparison import is_baseline
+from kvbench.report.compare.methods import Group, groups_of
 from kvbench.report.compare.warnings import find_warnings
 from kvbench.report.compare.window_samples import WindowSample
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.tables.measure_tables import build_tables
 from kvbench.report.tables.table import Table
 from kvbench.results.folder import RunFolder
@@ -84,7 +87,10 @@ def cache(
         replace(seen, metric="engaged", value=0.0 if full else 0.99),
         replace(seen, metric="kept_tokens", value=budget or 1151.0),
     ]
-    found.append(replace(start, measure="memory", context=2048, metric="held_bytes", value=held * MIB, unit="bytes"))
+    found.append(replace(seen, metric="scored_bytes", value=held * MIB, unit="bytes"))
+    found.append(
+        replace(start, measure="memory", context=2048, metric="held_bytes", value=2 * held * MIB, unit="bytes")
+    )
     for depth in (0.1, 0.5, 0.9):
         there = replace(start, measure="needle", context=2048, question="after", depth=depth, n=4)
         part = min(4, max(0, hits - {0.1: 0, 0.5: 4, 0.9: 8}[depth]))
@@ -101,8 +107,29 @@ ONE = {"store": "int8", "bits": 8}
 OTHER = {"store": "int4", "bits": 4}
 
 
-def advice_on(rows: Sequence[Row], key: str) -> Advice:
-    return next(one for one in advise(groups_of(rows)) if one.key == key)
+WINDOWS = 16
+HALF = 0.5502 / 2
+"""Half width of the 95% interval of WINDOWS differences that lie at +1/2 and -1/2: t(15) / (2 sqrt(15))."""
+
+
+def windows_of(rows: Sequence[Row], windows: int = WINDOWS) -> list[WindowSample]:
+    """Windows whose mean is each row's nll_minus_full and, if there are 16, whose interval is the row's."""
+    found = []
+    for row in rows:
+        if row.metric == "nll_minus_full" and not is_baseline(row) and None not in (row.value, row.low, row.high):
+            step = (row.high - row.low) / 4 / HALF  # type: ignore[operator]
+            differences = [(row.value or 0.0) + step * (-1) ** place for place in range(windows)]
+            found += [WindowSample(row, str(place), each) for place, each in enumerate(differences)]
+    return found
+
+
+def judged_groups(rows: Sequence[Row], windows: int = WINDOWS) -> list[Group]:
+    """The groups of the rows, with a verdict for each method from `windows` windows."""
+    return groups_of(rows, evidence_of(windows_of(rows, windows)))
+
+
+def advice_on(rows: Sequence[Row], key: str, windows: int = WINDOWS) -> Advice:
+    return next(one for one in advise(judged_groups(rows, windows)) if one.key == key)
 
 
 def chosen(rows: Sequence[Row], key: str) -> str:
@@ -136,3 +163,17 @@ def crowd() -> list[Row]:
     made = rows([*fixed, *swept], contexts=(512, 2048), lengths=(1024,))
     at = [row for row in made if row.metric == "kl" and row.value]
     return made + [replace(row, metric="kl_at", position=1024 + 16 * i) for row in at for i in range(8)]
+
+
+def rival_samples(
+    windows: int, losses: Mapping[str, float], budget: float = 256.0, seed: int = 0
+) -> list[WindowSample]:
+    """Windows of methods of one budget: a difference of the window that all share, and noise of 0.01 nats of each."""
+    draw = random.Random(seed)
+    shared = [draw.gauss(0, 0.05) for _ in range(windows)]
+    base = replace(BASE, store="dense", budget=budget, context=1024, protocol="prefill_decode")
+    return [
+        WindowSample(replace(base, method=name), str(place), loss + common + draw.gauss(0, 0.01))
+        for name, loss in losses.items()
+        for place, common in enumerate(shared)
+    ]

@@ -49,7 +49,7 @@ def rows(
     for method, store, knobs, ppl, share in methods:
         start = replace(base, method=method, store=store, **knobs)
         if "perplexity" in measures:
-            made += _perplexity(start, ppl)
+            made += _perplexity(start, ppl, share)
         if "needle" in measures:
             made += _needle(start, ppl, lengths, depths)
         if "memory" in measures:
@@ -73,7 +73,7 @@ def _counts(start: Row) -> dict[str, tuple[float, str]]:
     }
 
 
-def _perplexity(start: Row, ppl: float) -> list[Row]:
+def _perplexity(start: Row, ppl: float, share: float) -> list[Row]:
     here = replace(start, measure="perplexity", context=1024, n=512, protocol="prefill_decode")
     difference = math.log(ppl / 22.31)
     low, high = difference - 0.01, difference + 0.01
@@ -82,7 +82,9 @@ def _perplexity(start: Row, ppl: float) -> list[Row]:
         replace(here, metric="nll_minus_full", value=difference, unit="nats", low=low, high=high),
     ]
     values = {"nll": (math.log(ppl), "nats"), "kl": (difference / 2, "nats"), "top1": (1 - difference / 4, "share")}
-    return bounded + _numbers(here, values | _counts(here))
+    held = share * 2.0 * 30 * 3 * 64 * 4 * 1088 * (here.batch or 1)
+    scored = {"scored_bytes": (held, "bytes"), "x_smaller": (0.5 / share, "x")}
+    return bounded + _numbers(here, values | scored | _counts(here))
 
 
 def _needle(start: Row, ppl: float, lengths: Sequence[int], depths: Sequence[float]) -> Iterator[Row]:

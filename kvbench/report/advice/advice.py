@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbench.report.compare.methods import Group, MethodNumbers
+from kvbench.report.compare.window_verdicts import MARGIN_TEXT
 
 
 @dataclass
 class Advice:
-    """What the rows support for one need. choice None: nothing, `reasons` says why. answer: an architecture."""
+    """What the data support for one need. choice None: nothing, `reasons` says why. answer: an architecture."""
 
     key: str
     title: str
@@ -34,7 +35,7 @@ class Advice:
         """The chosen method or architecture, or that there is none."""
         if self.choice is not None:
             return self.choice.label
-        return self.answer or ("not enough data" if self.too_little else "no method without a measured loss")
+        return self.answer or ("not enough data" if self.too_little else f"no method shown within {MARGIN_TEXT}")
 
 
 def advised_groups(advice: Sequence[Advice]) -> list[Group]:

@@ -9,6 +9,7 @@ from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import layout_of, weights_of
 from kvbench.report.compare.methods import Group
 from kvbench.report.compare.names import short_model
+from kvbench.report.compare.scored_bytes import size_of
 from kvbench.results.row import Row
 
 
@@ -62,11 +63,12 @@ def _size_and_quality(group: Group, models: Sequence[str | None]) -> str:
 
 def _per_token(group: Group) -> float | None:
     base = group.baseline
-    held = base.numbers.get("held_bytes") if base is not None else None
-    if base is None or base.held is None or held is None or not held.context:
+    held = (base.numbers.get("held_bytes") or base.scored) if base is not None else None
+    size = size_of(held)
+    if base is None or held is None or size is None or not held.context:
         return None
     measured = base.value("bytes_per_token")
-    return base.held / held.context if measured is None else measured
+    return size / held.context if measured is None else measured
 
 
 def _ppl(group: Group) -> Row | None:

@@ -1,8 +1,8 @@
-"""Advice for four needs: the method that the rows support for each, or none.
+"""Advice for four needs: the method that the data support for each, or none.
 
-A method is *supported* only if the interval of its loss contains zero and ends below `WIDEST_LOSS`, and if it does not
-find fewer needles beyond the intervals. A method that lost beyond its interval is never recommended; the one with the
-least loss is named as the price of a smaller cache.
+A method is *supported* only if its windows show a loss within the margin, and if it does not find fewer needles beyond
+the intervals. A method that is worse is never recommended; the one with the least loss is named as the price of a
+smaller cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import weights_of
 from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import name_list
-from kvbench.report.compare.verdicts import bytes_text, hits_text, losses, not_judged, numbers_of
+from kvbench.report.compare.verdicts import (
+    bytes_text,
+    higher_nll,
+    hits_text,
+    judged_loss,
+    losses,
+    not_judged,
+    numbers_of,
+    windows_needed,
+)
+from kvbench.report.compare.window_verdicts import MARGIN_TEXT
 
 EXTREME = 8.0
 """How many times smaller than the full cache a cache must be for the scenario "extreme"."""
@@ -64,11 +74,14 @@ SCENARIOS = (
     Scenario(
         "shrink",
         "Shrink the memory of an existing model now",
-        "the smallest cache without a measured loss and without retraining",
+        f"the smallest cache within {MARGIN_TEXT} of the full cache, without retraining",
         _saves_nothing,
     ),
     Scenario(
-        "streaming", "Endless streaming at fixed memory", "a cache that stops growing, without a measured loss", _grows
+        "streaming",
+        "Endless streaming at fixed memory",
+        f"a cache that stops growing, within {MARGIN_TEXT} of the full cache",
+        _grows,
     ),
     Scenario(
         "retrieval",
@@ -96,7 +109,7 @@ def _advise(scenario: Scenario, group: Group) -> Advice:
     if base is None:
         return advice.abstain("the full cache was not measured, so no method can be compared with it")
     if base.held is None:
-        return advice.abstain("no memory was measured: type measure=[memory]")
+        return advice.abstain("no bytes of the scored cache were measured: type measure=[perplexity]")
     if scenario.needle and not group.lengths:
         return advice.abstain("no needle was measured that the full cache itself finds: type measure=[needle]")
     suited = [member for member in group.members if scenario.unsuited(member, group) is None]
@@ -104,7 +117,7 @@ def _advise(scenario: Scenario, group: Group) -> Advice:
     advice.limits += _limits(scenario, group, found)
     judged = len(found.supported) + len(found.lost)
     if judged < FEWEST:
-        return advice.abstain(_too_few(judged, scenario, group))
+        return advice.abstain(_too_few(found, scenario, group))
     order = _by_needles if scenario.needle else _by_bytes
     advice.choice = order(found.supported)
     advice.runner_up = order([one for one in found.supported if one is not advice.choice])
@@ -112,8 +125,10 @@ def _advise(scenario: Scenario, group: Group) -> Advice:
     return advice
 
 
-def _too_few(judged: int, scenario: Scenario, group: Group) -> str:
+def _too_few(judgements: _Judged, scenario: Scenario, group: Group) -> str:
+    judged = len(judgements.supported) + len(judgements.lost)
     reasons = Counter(filter(None, (scenario.unsuited(member, group) for member in group.members)))
+    reasons += Counter({reason: len(labels) for reason, labels in judgements.unknown.items()})
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     excluded = f"; excluded: {listed}" if listed else ""
     found = f"{judged or 'none'} of the {len(group.members)} measured methods" if group.members else "no method"
@@ -127,7 +142,7 @@ def _judge(members: Sequence[MethodNumbers], base: MethodNumbers, scenario: Scen
         if losses(member, base):
             found.lost.append(member)
         elif reason is not None:
-            found.unknown.setdefault(reason, []).append(member.label)
+            found.unknown.setdefault(reason, []).append(windows_needed(member))
         else:
             found.supported.append(member)
     return found
@@ -166,11 +181,14 @@ def _explain(advice: Advice, scenario: Scenario, found: _Judged) -> None:
         known = [one for one in found.lost if one.held is not None]
         cheapest = _least_loss(known, scenario)
         word = "fewest needles lost" if scenario.needle else "smallest loss"
-        advice.reasons.append(f"all {len(found.lost)} judged methods lose quality beyond their intervals")
+        count = len(found.lost)
+        advice.reasons.append(f"all {count} judged methods are worse than the full cache, in NLL or in needles")
     if found.lost:
-        advice.reasons.append(f"worse beyond their intervals: {name_list([one.label for one in found.lost])}")
+        advice.reasons.append(f"worse than the full cache: {name_list([one.label for one in found.lost])}")
     if cheapest is not None and group.baseline is not None:
-        measured = "; ".join(losses(cheapest, group.baseline))
+        loss = cheapest.numbers.get("nll_minus_full")
+        nll = [] if loss is None or scenario.needle or higher_nll(cheapest) else [judged_loss(cheapest, loss)]
+        measured = "; ".join([*nll, *losses(cheapest, group.baseline)])
         advice.reasons.append(f"{word}: {cheapest.label} holds {bytes_text(cheapest, group)}, with {measured}")
 
 

@@ -13,10 +13,11 @@ from kvbench.report.compare.verdicts import (
     fewer_needles,
     higher_nll,
     hits_text,
-    loss_text,
+    judged_loss,
     losses,
     not_judged,
 )
+from kvbench.report.compare.window_verdicts import MARGIN_TEXT
 
 MOST_GROUPS = 4
 MOST_METHODS = 3
@@ -40,31 +41,33 @@ def _sentences(group: Group) -> list[str]:
         return [f"{len(group.members)} methods were measured, but not the full cache to compare them with."]
     found = [_scope(group, base)]
     compared = [member for member in group.members if "nll_minus_full" in member.numbers]
-    without_loss = [one for one in compared if not losses(one, base) and not_judged(one) is None]
-    if without_loss:
-        without_loss.sort(key=lambda one: one.held or 0)
-        shown = [f"{one.label} in {bytes_text(one, group)} (ΔNLL {_loss(one)})" for one in without_loss[:MOST_METHODS]]
-        rest = [one.label for one in without_loss[MOST_METHODS:]]
+    within = [one for one in compared if not losses(one, base) and not_judged(one) is None]
+    if compared:
+        found.append(_verdicts(compared, base, len(within)))
+    if within:
+        within.sort(key=lambda one: one.held or 0)
+        shown = [f"{one.label} in {bytes_text(one, group)}, {_loss(one)}" for one in within[:MOST_METHODS]]
+        rest = [one.label for one in within[MOST_METHODS:]]
         more = f"; and {name_list(rest)}" if rest else ""
-        found.append(f"Without a measured loss: {'; '.join(shown)}{more}.")
-    elif compared:
-        found.append(_all_lost_or_unknown(compared, base))
+        found.append(f"Within {MARGIN_TEXT}: {'; '.join(shown)}{more}.")
     smallest = min((one for one in group.members if one.held), key=lambda one: one.held or 0, default=None)
-    if smallest is not None and smallest not in without_loss[:MOST_METHODS]:
+    if smallest is not None and smallest not in within[:MOST_METHODS]:
         found.append(f"Smallest cache: {smallest.label} in {bytes_text(smallest, group)}{_at_loss(smallest)}.")
     return found + _needles(group, base) + _speed(group, base)
 
 
-def _all_lost_or_unknown(compared: Sequence[MethodNumbers], base: MethodNumbers) -> str:
-    """Counts the methods by how they lost, or by why they cannot be judged."""
+def _verdicts(compared: Sequence[MethodNumbers], base: MethodNumbers, within: int) -> str:
+    """Counts the methods by verdict: within the margin, worse and where, or why there is none."""
     higher = [one for one in compared if higher_nll(one)]
     fewer = [one for one in compared if not higher_nll(one) and fewer_needles(one, base)]
     reasons = Counter(not_judged(one) for one in compared if not losses(one, base))
-    parts = [f"{len(higher)} with a higher NLL beyond the interval"] if higher else []
+    parts = [f"{len(higher)} worse in NLL"] if higher else []
     parts += [f"{len(fewer)} with fewer needles beyond the interval"] if fewer else []
-    parts += [f"{count} cannot be judged ({reason})" for reason, count in reasons.most_common()]
+    parts += [f"{count} without a verdict ({reason})" for reason, count in reasons.most_common() if reason]
     count = f"{len(compared)} methods" if len(compared) > 1 else "one method"
-    return f"Of {count} none is without a measured loss: {', '.join(parts)}."
+    rest = f": {', '.join(parts)}" if parts else ""
+    verb = "are" if within > 1 else "is"
+    return f"Of {count} {within or 'none'} {verb} shown within {MARGIN_TEXT} of the full cache{rest}."
 
 
 def _scope(group: Group, base: MethodNumbers) -> str:
@@ -78,16 +81,16 @@ def _scope(group: Group, base: MethodNumbers) -> str:
     if base.held is not None:
         share = base.value("compressible_share")  # None: all of it
         bounded = "" if share is None else f", {number_text.percent(share)} of it in layers that methods can compress"
-        parts.append(f"holds {bytes_text(base, Group(base.row))} at {group.contexts['memory']:,} tokens{bounded}")
+        parts.append(f"holds {bytes_text(base, Group(base.row))} at {group.contexts['bytes']:,} tokens{bounded}")
     return f"{text}, which {' and '.join(parts)}." if parts else f"{text}."
 
 
 def _loss(member: MethodNumbers) -> str:
-    return loss_text(member.numbers["nll_minus_full"])
+    return judged_loss(member, member.numbers["nll_minus_full"])
 
 
 def _at_loss(member: MethodNumbers) -> str:
-    return f", ΔNLL {_loss(member)}" if "nll_minus_full" in member.numbers else ""
+    return f", {_loss(member)}" if "nll_minus_full" in member.numbers else ""
 
 
 def _needles(group: Group, base: MethodNumbers) -> list[str]:

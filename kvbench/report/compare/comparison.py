@@ -61,6 +61,12 @@ def _parsed(knobs: str) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {"knobs": content}
 
 
+def decode_of(row: Row) -> str | None:
+    """append: decoded tokens are added to the budget; evict: the budget holds while decoding; None: no such knob."""
+    decode = other_knobs(row).get("decode")
+    return None if decode is None else str(decode)
+
+
 def weights_of(row: Row) -> str:
     """trained, repeated, pooled or random. A row that does not say counts as trained, a converted one as pooled."""
     return row.weights or ("pooled" if row.converted else "trained")

@@ -19,10 +19,14 @@ from kvbench.report.compare.comparison import (
 from kvbench.report.compare.declared import Traits, measured_bounded, traits_of
 from kvbench.report.compare.names import display_name, heads_text, labels, short_model
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
+from kvbench.report.compare.scored_bytes import METRICS, bytes_metric, size_of
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.results.intervals import wilson
+from kvbench.results.paired import Verdict
 from kvbench.results.row import Row
 
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
+WHILE_SCORED = ("scored_kept_tokens", "x_smaller")
 BYTES = ("held_bytes", "dense_bytes", "compressible_share", "bytes_per_token", "bytes_per_token_layer")
 SPEED = ("tpot_p50_ms", "bandwidth_share", "steady")
 PROTOCOL = "prefill_decode"
@@ -31,12 +35,18 @@ PROTOCOL = "prefill_decode"
 
 @dataclass
 class MethodNumbers:
-    """One method with its knobs. numbers: a row for each metric; hits: the pooled hit rate for each length."""
+    """One method with its knobs. numbers: a row for each metric; hits: the pooled hit rate for each length.
+
+    verdict: against the full cache, from the windows of the perplexity; None without samples. scored: bytes of the
+    cache that the perplexity was scored with; without a perplexity those of the memory measure.
+    """
 
     row: Row
     label: str
     numbers: dict[str, Row] = field(default_factory=dict)
     hits: dict[int, Row] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    scored: Row | None = None
 
     def value(self, metric: str) -> float | None:
         row = self.numbers.get(metric)
@@ -44,9 +54,8 @@ class MethodNumbers:
 
     @property
     def held(self) -> float | None:
-        """Bytes that the cache of one sequence holds."""
-        row = self.numbers.get("held_bytes")
-        return None if row is None or row.value is None else row.value / (row.batch or 1)
+        """Bytes that the scored cache of one sequence holds."""
+        return size_of(self.scored)
 
     @property
     def traits(self) -> Traits:
@@ -60,8 +69,8 @@ class MethodNumbers:
 class Group:
     """The methods measured on one model, precision and device.
 
-    members: all but the baseline. contexts: for each measure the context that its numbers belong to. lengths: prompt
-    lengths at which the full cache finds the needles.
+    members: all but the baseline. contexts: for each measure, and for `bytes`, the context of its numbers. lengths:
+    prompt lengths at which the full cache finds the needles.
     """
 
     row: Row
@@ -82,14 +91,19 @@ class Group:
         return self.baseline.held / member.held
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """One group for each model and device, in the order of their rows; models with random weights come last."""
+def groups_of(rows: Sequence[Row], evidence: WindowEvidence = NO_EVIDENCE) -> list[Group]:
+    """One group for each model and device, in the order of their rows; models with random weights come last.
+
+    evidence: windows from which the methods get their verdicts.
+    """
     names = labels([row for row in rows if row.method])
     settings: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.method is not None:
             settings.setdefault(comparison_key(row, across_measures=True), []).append(row)
     found = [_group(own, names) for own in settings.values()]
+    for member in (member for group in found for member in group.members):
+        member.verdict = evidence.verdict_of(member.numbers.get("nll_minus_full"))
     return sorted(found, key=lambda group: weights_of(group.row) == "random")
 
 
@@ -116,12 +130,9 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
         found.setdefault(config_of(row), MethodNumbers(row, names[config_of(row)]))
     group.baseline = next((one for one in found.values() if is_baseline(one.row)), None)
     group.members = [one for one in found.values() if not is_baseline(one.row)]
-    _take(group, found, rows, "perplexity", (*QUALITY, "held_bytes"))
-    # Bytes of the memory measure replace those that the perplexity run counted, unless fewer methods have them.
-    counted = sum("held_bytes" in one.numbers for one in found.values())
-    _take(group, found, rows, "memory", BYTES, fewest=counted)
-    if counted:
-        group.contexts.setdefault("memory", group.contexts["perplexity"])
+    _take(group, found, rows, "perplexity", (*QUALITY, *WHILE_SCORED, *METRICS))
+    _take_scored(group, found, rows)
+    _take(group, found, rows, "memory", BYTES)
     _take(group, found, rows, "latency", SPEED)
     _take_needles(group, found, rows)
     order = list(dict.fromkeys(display_name(member.row) for member in group.members))
@@ -131,17 +142,9 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
 
 
 def _take(
-    group: Group,
-    found: dict[Config, MethodNumbers],
-    rows: list[Row],
-    measure: str,
-    metrics: Iterable[str],
-    fewest: int = 0,
+    group: Group, found: dict[Config, MethodNumbers], rows: list[Row], measure: str, metrics: Iterable[str]
 ) -> None:
-    """Numbers at the longest context at which the baseline was measured. They replace earlier ones of all methods.
-
-    Nothing is taken if fewer than `fewest` methods have numbers there.
-    """
+    """Numbers at the longest context at which the baseline was measured. They replace earlier ones of all methods."""
     lines = lines_of(rows, measure)
     known = [line for line in lines if any(line.get(metric) for metric in metrics) and line.row.context is not None]
     known = [line for line in known if line.row.protocol == PROTOCOL] or known
@@ -151,8 +154,6 @@ def _take(
     longest = max(context for context in bases if context is not None)
     # Of several batch sizes the smallest counts: it stands last and replaces the others.
     here = sorted((line for line in known if line.row.context == longest), key=lambda line: -(line.row.batch or 0))
-    if len({config_of(line.row) for line in here}) < fewest:
-        return
     group.contexts[measure] = longest
     for metric in metrics:
         numbers = {config_of(line.row): row for line in here if (row := line.get(metric)) is not None}
@@ -161,6 +162,29 @@ def _take(
                 one.numbers.pop(metric, None)
         for config, row in numbers.items():
             found[config].numbers[metric] = row
+
+
+def _take_scored(group: Group, found: dict[Config, MethodNumbers], rows: list[Row]) -> None:
+    """Bytes beside the quality: those of the perplexity rows, else of the memory measure at the same context.
+
+    Without a perplexity those of the memory measure at its longest context.
+    """
+    metric = bytes_metric(one.numbers for one in found.values())
+    for one in found.values():
+        one.scored = one.numbers.get(metric)
+        for name in METRICS:
+            one.numbers.pop(name, None)
+    context = group.contexts.get("perplexity")
+    if not any(one.scored for one in found.values()):
+        lines = [line for line in lines_of(rows, "memory") if line.get("held_bytes") and line.row.context is not None]
+        bases = [line for line in lines if line.baseline] or lines
+        longest = max((line.row.context for line in bases if line.row.context is not None), default=None)
+        context = longest if context is None else context
+        for line in sorted(lines, key=lambda line: -(line.row.batch or 0)):
+            if line.row.context == context:
+                found[config_of(line.row)].scored = line.get("held_bytes")
+    if context is not None and any(one.scored for one in found.values()):
+        group.contexts["bytes"] = context
 
 
 def _take_needles(group: Group, found: dict[Config, MethodNumbers], rows: list[Row]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvbench.report.compare.comparison import Config, config_of, other_knobs
@@ -60,12 +60,15 @@ def varying_knobs(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(name for name in names if name in varying or (name == "budget" and len(budgets) > 1))
 
 
-def varying_other_knobs(rows: Iterable[Row]) -> dict[Config, str]:
-    """For each config the keys of `knobs` that differ under its display name, as `kernel=7, pool=max`."""
+def varying_other_knobs(rows: Iterable[Row], skip: Collection[str] = ()) -> dict[Config, str]:
+    """For each config the keys of `knobs` that differ under its display name, as `kernel=7, pool=max`.
+
+    skip: keys that are shown elsewhere.
+    """
     parsed = {config_of(row): (display_name(row), other_knobs(row)) for row in rows}
     values: dict[tuple[str, str], set[str]] = {}
     names = {name for name, _ in parsed.values()}
-    keys = sorted({key for _, knobs in parsed.values() for key in knobs})
+    keys = sorted({key for _, knobs in parsed.values() for key in knobs if key not in skip})
     for name, knobs in parsed.values():
         for key in keys:
             values.setdefault((name, key), set()).add(json.dumps(knobs.get(key), sort_keys=True))

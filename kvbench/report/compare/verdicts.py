@@ -1,28 +1,30 @@
-"""Whether a method is worse than the full cache, whether the rows can show it, and the numbers behind it as text."""
+"""Whether a method is worse than the full cache, whether the data can show it, and the numbers behind it as text."""
 
 from __future__ import annotations
+
+import math
 
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import weights_of
 from kvbench.report.compare.methods import Group, MethodNumbers
+from kvbench.report.compare.window_verdicts import MARGIN_TEXT, NO_SAMPLES
+from kvbench.results.paired import FEWEST_UNITS, Verdict
 from kvbench.results.row import Row
 
-WIDEST_LOSS = 0.05
-"""Nats a token. A loss whose interval ends above it is not known well enough to be called small."""
 FEWEST_NEEDLES = 10
 WEIGHTS_WORDS = {"trained": "trained", "repeated": "heads repeated", "pooled": "heads mean-pooled", "random": "random"}
 """Where a model's weights come from, as tables show it."""
 
 
 def losses(member: MethodNumbers, base: MethodNumbers) -> list[str]:
-    """Where a method is worse than the full cache beyond the interval; empty if nowhere."""
+    """Where a method is worse than the full cache: NLL by its windows, needles by their intervals; empty if nowhere."""
     return [*higher_nll(member), *fewer_needles(member, base)]
 
 
 def higher_nll(member: MethodNumbers) -> list[str]:
-    """The loss, if its interval lies above zero."""
-    loss = member.numbers.get("nll_minus_full")
-    return [f"ΔNLL {loss_text(loss)}"] if loss is not None and loss.low is not None and loss.low > 0 else []
+    """The verdict, if it is `worse`."""
+    verdict = member.verdict
+    return [f"NLL {verdict.text()}"] if verdict is not None and verdict.kind == "worse" else []
 
 
 def fewer_needles(member: MethodNumbers, base: MethodNumbers) -> list[str]:
@@ -36,22 +38,18 @@ def fewer_needles(member: MethodNumbers, base: MethodNumbers) -> list[str]:
 
 
 def not_judged(member: MethodNumbers, *, needle: bool = False) -> str | None:
-    """Why the rows cannot show that a method without `losses` is as good as the full cache; None if they do show it."""
+    """Why a method without `losses` is not shown to be within the margin of the full cache; None if it is shown."""
     loss, engaged = member.numbers.get("nll_minus_full"), member.numbers.get("engaged")
     if (reason := _untrained(member.row)) is not None:
         return reason
     if member.held is None:
-        return "its memory was not measured at the same context"
+        return "the bytes of its scored cache were not measured"
     if loss is None or loss.value is None:
         return "its loss against the full cache was not measured"
     if engaged is not None and not engaged.value:
         return "it never evicted or quantised anything"
-    if loss.low is None or loss.high is None:
-        return "its loss has no interval"
-    if loss.high < 0:
-        return "it scores better than the full cache beyond the interval: look for a fault first"
-    if loss.high > WIDEST_LOSS:
-        return f"its interval reaches above a loss of {WIDEST_LOSS:g} nats"
+    if (reason := _no_verdict(member.verdict)) is not None:
+        return reason
     if needle:
         hits = member.numbers.get("hit_rate")
         if hits is None:
@@ -59,6 +57,29 @@ def not_judged(member: MethodNumbers, *, needle: bool = False) -> str | None:
         if (hits.n or 0) < FEWEST_NEEDLES:
             return f"fewer than {FEWEST_NEEDLES} needles were hidden"
     return None
+
+
+def _no_verdict(verdict: Verdict | None) -> str | None:
+    if verdict is None:
+        return NO_SAMPLES
+    if verdict.kind == "not_enough_data" and verdict.needed is None:
+        return verdict.text()
+    if verdict.n < FEWEST_UNITS:
+        windows = f"{verdict.n} window{'s' * (verdict.n != 1)}"
+        return f"{windows} measured, a verdict needs {FEWEST_UNITS} or more: type perplexity.windows=32"
+    if verdict.high < 0:
+        return "it scores better than the full cache over its windows: look for a fault first"
+    if verdict.kind == "not_enough_data":
+        return f"its windows show neither a loss nor that the loss stays below {MARGIN_TEXT}"
+    return None
+
+
+def windows_needed(member: MethodNumbers) -> str:
+    """`h2o 256 (32 windows; about 60 needed)` where the verdict needs more than the fewest windows, else the label."""
+    verdict = member.verdict
+    if verdict is None or verdict.kind != "not_enough_data" or (verdict.needed or 0) <= FEWEST_UNITS:
+        return member.label
+    return f"{member.label} {verdict.text().removeprefix('not enough data ')}"
 
 
 def _untrained(row: Row) -> str | None:
@@ -78,6 +99,14 @@ def loss_text(row: Row) -> str:
     if row.low is None or row.high is None:
         return form(row.value)
     return number_text.interval(form(row.value), form(row.low), form(row.high))
+
+
+def judged_loss(member: MethodNumbers, loss: Row) -> str:
+    """`ΔNLL +0.0104, worse by 0.01 nats (16 windows; ...)`; the row's own interval where the windows are unknown."""
+    verdict = member.verdict
+    if verdict is None or not math.isfinite(verdict.mean):
+        return f"ΔNLL {loss_text(loss)}, no verdict without samples"
+    return f"ΔNLL {number_text.signed(verdict.mean)}, {verdict.text()}"
 
 
 def bytes_text(member: MethodNumbers, group: Group) -> str:
@@ -107,11 +136,11 @@ def _hits(row: Row) -> str:
 def numbers_of(member: MethodNumbers, group: Group) -> str:
     """Bytes, loss, KL, needles and time per output token of a method, in one line."""
     parts = [f"holds {bytes_text(member, group)}"]
-    context = group.contexts.get("memory") or group.contexts.get("perplexity")
+    context = group.contexts.get("bytes")
     if context:
         parts[0] += f" at {context:,} tokens"
     if (loss := member.numbers.get("nll_minus_full")) is not None:
-        parts.append(f"ΔNLL {loss_text(loss)}")
+        parts.append(judged_loss(member, loss))
     if (kl := member.value("kl")) is not None:
         parts.append(f"KL {number_text.small(kl)}")
     if "hit_rate" in member.numbers:

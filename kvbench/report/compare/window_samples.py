@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,32 @@ class WindowSample:
     difference: float  # NLL above the full cache's, nats a token
 
 
+WindowKey = tuple[Any, ...]
+"""Model and device, method with its knobs, context and protocol."""
+
+
+@dataclass(frozen=True)
+class MethodWindows:
+    """The windows of one method. row: the method with its knobs. differences: by window, NLL minus the full cache's."""
+
+    row: Row
+    differences: dict[str, float] = field(default_factory=dict)
+
+
+def window_key(row: Row) -> WindowKey:
+    """Equal for a row of perplexity and the samples of the same method, model, device, context and protocol."""
+    return (*comparison_key(row, across_measures=True), *config_of(row), row.context, row.protocol)
+
+
+def by_method(samples: Iterable[WindowSample]) -> dict[WindowKey, MethodWindows]:
+    """The windows of each method."""
+    found: dict[WindowKey, MethodWindows] = {}
+    for sample in samples:
+        method = found.setdefault(window_key(sample.row), MethodWindows(sample.row))
+        method.differences[sample.window] = sample.difference
+    return found
+
+
 def read_samples(runs: Iterable[Path]) -> list[WindowSample]:
     """Paired differences of all perplexity windows. Of a window measured twice the later one counts."""
     found: dict[tuple[Any, ...], WindowSample] = {}
@@ -35,7 +61,8 @@ def read_samples(runs: Iterable[Path]) -> list[WindowSample]:
         setting = _setting(run) if records else {}
         for record in records:
             for sample in _differences(record, setting):
-                key = (comparison_key(sample.row), config_of(sample.row), sample.row.context, sample.window)
+                row = sample.row
+                key = (comparison_key(row), config_of(row), row.context, row.protocol, sample.window)
                 found[key] = sample
     return list(found.values())
 
@@ -49,6 +76,8 @@ def _setting(run: Path) -> dict[str, Any]:
 
 def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[WindowSample]:
     if record.get("measure") != "perplexity" or not isinstance(record.get("context"), int | None):
+        return []
+    if not isinstance(record.get("protocol"), str | None):
         return []
     methods = record.get("methods")
     entries = [entry for entry in methods if _is_entry(entry)] if isinstance(methods, list) else []
@@ -75,12 +104,18 @@ def _finite(value: Any) -> bool:
 
 def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[str, Any]) -> Row:
     recorded = entry.get("knobs")
-    knobs: dict[str, Any] = dict(recorded) if isinstance(recorded, Mapping) else {}
+    known = recorded.items() if isinstance(recorded, Mapping) else ()
+    knobs: dict[str, Any] = {name: value for name, value in known if value is not None}  # as rows record them
     columns = {name: knobs.pop(name) for name in COLUMNS if name in knobs}
     rest: Sequence[str] = sorted(name for name in knobs if name not in NO_KNOB)
     budget = columns.get("budget")
     columns["budget"] = float(budget) if isinstance(budget, int | float) else None
     columns["knobs"] = json.dumps({name: knobs[name] for name in rest}) if rest else None
     return Row(
-        method=entry.get("method"), store=entry.get("store"), context=record.get("context"), **setting, **columns
+        method=entry.get("method"),
+        store=entry.get("store"),
+        context=record.get("context"),
+        protocol=record.get("protocol"),
+        **setting,
+        **columns,
     )

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from kvbench.files import write_atomic
 from kvbench.report.compare.comparison import comparison_key
+from kvbench.report.compare.method_families import MethodFamily
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.window_samples import WindowSample
 from kvbench.report.figures.bars import bandwidth_bars
@@ -23,6 +24,7 @@ from kvbench.report.figures.kept_tokens import kept_figures
 from kvbench.report.figures.layout import styled
 from kvbench.report.figures.method_panels import kl_by_position, loss_by_window
 from kvbench.report.figures.needle_maps import needle_maps
+from kvbench.report.figures.pair_heat_maps import pair_heat_maps
 from kvbench.report.figures.perplexity import perplexity_by_budget, perplexity_by_bytes
 from kvbench.report.figures.quality_by_bytes import quality_by_bytes
 from kvbench.report.figures.style import Looks, styles
@@ -66,21 +68,21 @@ FIGURES = (
         "perplexity_bytes",
         perplexity_by_bytes,
         "Perplexity against bytes",
-        "Perplexity against the bytes that the cache holds; vertical lines: 95% interval of the paired difference from "
-        "the full cache (dashed line); grey steps: Pareto front",
+        "Perplexity against the bytes of the cache that was scored; vertical lines: 95% interval of the paired "
+        "difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
     ),
     FigureKind(
         "quality_bytes",
         quality_by_bytes,
         "Quality against bytes",
-        "Each quality metric against the bytes that the cache holds; grey steps: Pareto front",
+        "Each quality metric against the bytes of the cache that was scored; grey steps: Pareto front",
     ),
     FigureKind(
         "perplexity_budget",
         perplexity_by_budget,
         "Perplexity against budget",
         "Perplexity against the tokens kept per KV head; vertical lines: 95% interval of the paired difference from "
-        "the full cache (dashed line)",
+        "the full cache (dashed line), over these windows only",
     ),
     FigureKind("needle", needle_maps, "Needle in a haystack", "Needles found out of those hidden, by length and depth"),
     FigureKind(
@@ -115,12 +117,26 @@ LOSS_BY_WINDOW = (
     "NLL above the full cache's for every window, sorted; one panel for each method, all others in grey. A small mean "
     "may hide a few windows with a large loss",
 )
+METHOD_PAIRS = (
+    "method_pairs",
+    "Methods compared pairwise",
+    "Mean NLL of the row's method minus the column's on the same windows, nats; one panel for each budget and decode "
+    "mode. Full colour and bold: the two can be told apart (paired t test over windows, Holm-corrected, 5%); pale: "
+    "they cannot",
+)
 
 
 def draw_all(
-    rows: Sequence[Row], folder: Path, samples: Sequence[WindowSample] = (), runs: Sequence[Path] = ()
+    rows: Sequence[Row],
+    folder: Path,
+    samples: Sequence[WindowSample] = (),
+    runs: Sequence[Path] = (),
+    families: Sequence[MethodFamily] = (),
 ) -> list[DrawnFigure]:
-    """Draw every figure for which there are rows, samples or kept tokens of `runs` into `folder`; returns them."""
+    """Draw every figure for which there are rows, samples or kept tokens of `runs` into `folder`; returns them.
+
+    families: methods that were compared with each other on the same windows.
+    """
     scored = (sample.row for sample in samples)  # a run that is still going may have samples without rows
     looks = styles(display_name(row) for row in (*rows, *scored) if row.method)
     rows, left_out = _drawable(rows)
@@ -128,6 +144,7 @@ def draw_all(
     with styled():
         draws = [(kind.name, kind.title, kind.caption, partial(kind.draw, rows, looks)) for kind in FIGURES]
         draws.append((*LOSS_BY_WINDOW, partial(loss_by_window, samples, looks)))
+        draws.append((*METHOD_PAIRS, partial(pair_heat_maps, families)))
         for name, title, caption, draw in draws:
             figure = draw()
             if figure is not None:

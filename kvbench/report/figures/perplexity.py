@@ -1,4 +1,4 @@
-"""Perplexity against the bytes that the cache holds, and against the budget."""
+"""Perplexity against the bytes of the cache that was scored, and against the budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.report.compare import number_text
-from kvbench.report.compare.comparison import Line, comparison_key, config_of, lines_of
+from kvbench.report.compare.comparison import Line, lines_of
+from kvbench.report.compare.scored_bytes import axis_text, bytes_metric, rows_by_metric, same_cache, size_of
 from kvbench.report.figures import layout
 from kvbench.report.figures.layout import Drawn
 from kvbench.report.figures.point_labels import Label, Point, label_points
@@ -30,12 +31,16 @@ WIDEST = 50.0
 
 @dataclass(frozen=True)
 class PerplexityPoint:
-    """One method. held: bytes of one sequence, measured at `context`. low, high: the interval of ppl."""
+    """One method. held: bytes of one sequence. low, high: the interval of ppl.
+
+    quality, size: the rows of both numbers, which come from the same cache.
+    """
 
     drawn: Drawn
     held: float
-    context: int | None
     ppl: float
+    quality: Row
+    size: Row
     low: float
     high: float
 
@@ -45,13 +50,7 @@ def perplexity_by_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figu
 
     None unless both were measured.
     """
-    lines = [line for line in lines_of(rows, "perplexity") if line.value("ppl") is not None]
-    memory = [line for line in lines_of(rows, "memory") if line.value("held_bytes") is not None]
-    groups: dict[str, list[PerplexityPoint]] = {}
-    for title, members in layout.grouped(lines, by_context=True, any_batch=True).items():
-        points = [point for drawn in members if (point := _point(drawn, memory)) is not None]
-        if len(points) > 1:
-            groups[title] = points
+    groups = perplexity_points(rows)
     if not groups:
         return None
     looks = looks or styles(point.drawn.name for points in groups.values() for point in points)
@@ -67,6 +66,18 @@ def perplexity_by_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figu
     if not named:
         layout.legend_below(figure, [Line2D([], [], label=name, **looks[name].line()) for name in names])
     return figure
+
+
+def perplexity_points(rows: Sequence[Row]) -> dict[str, list[PerplexityPoint]]:
+    """By the title of their panel: methods with a perplexity and the bytes of the same cache, two or more a panel."""
+    lines = [line for line in lines_of(rows, "perplexity") if line.value("ppl") is not None]
+    groups: dict[str, list[PerplexityPoint]] = {}
+    for title, members in layout.grouped(lines, by_context=True, any_batch=True).items():
+        metric = bytes_metric(rows_by_metric(drawn.line) for drawn in members)
+        points = [point for drawn in members if (point := _point(drawn, metric)) is not None]
+        if len(points) > 1:
+            groups[title] = points
+    return groups
 
 
 def perplexity_bounds(line: Line) -> tuple[float, float]:
@@ -86,30 +97,15 @@ def perplexity_bounds(line: Line) -> tuple[float, float]:
     return own.low, own.high
 
 
-def _point(drawn: Drawn, memory: Sequence[Line]) -> PerplexityPoint | None:
-    """Bytes are those that the perplexity run counted, else those of the memory measure at the nearest context."""
-    row = drawn.line.get("ppl")
+def _point(drawn: Drawn, metric: str) -> PerplexityPoint | None:
+    row, size = drawn.line.get("ppl"), drawn.line.get(metric)
     if row is None or row.value is None or not math.isfinite(row.value):
         return None
-    held = drawn.line.get("held_bytes")
-    if held is None:
-        partners = [line.get("held_bytes") for line in memory if _same_cache(line.row, row)]
-        known = [partner for partner in partners if partner is not None and partner.value is not None]
-        held = min(known, key=lambda partner: _distance(partner.context, row.context), default=None)
-    if held is None or held.value is None:
+    held = size_of(size)
+    if size is None or held is None or not same_cache(row, size):
         return None
     low, high = perplexity_bounds(drawn.line)
-    return PerplexityPoint(drawn, held.value / (held.batch or 1), held.context, row.value, low, high)
-
-
-def _same_cache(one: Row, other: Row) -> bool:
-    return config_of(one) == config_of(other) and comparison_key(one, across_measures=True) == comparison_key(
-        other, across_measures=True
-    )
-
-
-def _distance(one: int | None, other: int | None) -> float:
-    return abs(math.log(one / other)) if one and other else math.inf
+    return PerplexityPoint(drawn, held, row.value, row, size, low, high)
 
 
 def _draw(axes: Axes, points: Sequence[PerplexityPoint], looks: Looks) -> list[tuple[Point, Point]]:
@@ -117,7 +113,6 @@ def _draw(axes: Axes, points: Sequence[PerplexityPoint], looks: Looks) -> list[t
     size, unit = number_text.byte_unit([point.held for point in points])
     held = [point.held / size for point in points]
     bounds = [point.low for point in points] + [point.high for point in points]
-    contexts = {point.context for point in points if point.context is not None}
     if min(held) > 0 and max(held) / min(held) > 4:
         layout.plain_log(axes, "x", held)
     if min(bounds) > 0 and max(bounds) / min(bounds) > 3:
@@ -139,8 +134,7 @@ def _draw(axes: Axes, points: Sequence[PerplexityPoint], looks: Looks) -> list[t
     layout.draw_front(axes, front)
     for (x, y), (after, below) in itertools.pairwise(front):
         segments += [((x, y), (after, y)), ((after, y), (after, below))]
-    at = f" at {min(contexts):,} tokens" if len(contexts) == 1 else ""
-    axes.set_xlabel(f"held{at}, {unit} per sequence")
+    axes.set_xlabel(axis_text((point.size for point in points), unit))
     axes.set_ylabel("perplexity")
     if base is not None:
         left, right = axes.get_xlim()

@@ -1,4 +1,4 @@
-"""Quality against the bytes that the cache holds: one panel for each quality metric, with its Pareto front."""
+"""Quality against the bytes of the cache that was scored: a panel for each quality metric, with its Pareto front."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from kvbench.report.compare import number_text
 from kvbench.report.compare.methods import Group, MethodNumbers, group_name, groups_of
 from kvbench.report.compare.names import display_name
+from kvbench.report.compare.scored_bytes import axis_text, same_cache
 from kvbench.report.figures import layout
 from kvbench.report.figures.method_panels import plain_number, symmetric_log
 from kvbench.report.figures.style import FAINT, Looks, styles
@@ -22,10 +23,9 @@ METRICS = (
     ("nll_minus_full", "NLL above full, nats", "low"),
     ("kl", "KL, nats", "low"),
     ("top1", "top-1 agreement", "high"),
-    ("hit_rate", "needles found", "high"),
 )
 """Metric, axis label, whether low or high is better."""
-SHARES = ("top1", "hit_rate")
+SHARES = ("top1",)
 MOST_GROUPS = 3
 STEEP = 0.3
 """Nats. With a larger loss the axis is logarithmic beyond 0.01, so that small losses differ visibly."""
@@ -33,13 +33,18 @@ STEEP = 0.3
 
 @dataclass(frozen=True)
 class QualityPoint:
-    """One method in one panel. held: bytes of one sequence. low, high: the interval of value."""
+    """One method in one panel. held: bytes of one sequence. low, high: the interval of value.
+
+    quality, size: the rows of both numbers, which come from the same cache.
+    """
 
     name: str
     held: float
     value: float
     low: float
     high: float
+    quality: Row
+    size: Row
 
 
 def quality_by_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
@@ -49,7 +54,7 @@ def quality_by_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure 
     for group in groups[:MOST_GROUPS]:
         title = group_name(group, groups) if len(groups) > 1 else ""
         for metric, label, good in METRICS:
-            points = _points(group, metric)
+            points = points_of(group, metric)
             if len({point.name for point in points}) > 1:
                 found.append((metric, label, good, title, points))
     columns = max((sum(title == other for *_, other, _ in found) for *_, title, _ in found), default=0)
@@ -67,19 +72,22 @@ def quality_by_bytes(rows: Sequence[Row], looks: Looks | None = None) -> Figure 
     return figure
 
 
-def _points(group: Group, metric: str) -> list[QualityPoint]:
+def points_of(group: Group, metric: str) -> list[QualityPoint]:
+    """The methods of a group that have this metric and the bytes of the same cache."""
     return [point for member in group.everyone if (point := _point(member, metric)) is not None]
 
 
 def _point(member: MethodNumbers, metric: str) -> QualityPoint | None:
-    row, held = member.numbers.get(metric), member.held
+    row, size, held = member.numbers.get(metric), member.scored, member.held
     if row is None or row.value is None or not math.isfinite(row.value) or held is None or held <= 0:
+        return None
+    if size is None or not same_cache(row, size):
         return None
     if metric in SHARES and not 0 <= row.value <= 1:
         return None
     low = row.value if row.low is None else row.low
     high = row.value if row.high is None else row.high
-    return QualityPoint(display_name(member.row), held, row.value, low, high)
+    return QualityPoint(display_name(member.row), held, row.value, low, high, row, size)
 
 
 def _panel(axes: Axes, points: Sequence[QualityPoint], looks: Looks, good: str, *, logarithmic: bool) -> None:
@@ -113,7 +121,7 @@ def _panel(axes: Axes, points: Sequence[QualityPoint], looks: Looks, good: str, 
     axes.margins(0.1)
     axes.update_datalim([(held, axes.dataLim.y0) for held in (min(every), max(every))], updatey=False)
     axes.autoscale_view()
-    axes.set_xlabel(f"held, {unit} per sequence")
+    axes.set_xlabel(axis_text((point.size for point in points), unit))
     axes.axhline(1 if good == "high" else 0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
 
 

@@ -15,6 +15,7 @@ from kvbench.report.compare.methods import groups_of
 from kvbench.report.compare.names import short_model
 from kvbench.report.compare.warnings import ReportWarning, find_warnings, remarks
 from kvbench.report.compare.window_samples import read_samples
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.figures.all_figures import DrawnFigure, draw_all
 from kvbench.report.page.commands import RecordedRun
 from kvbench.report.tables.headlines import reading_order
@@ -49,8 +50,10 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
     provenance: dict[str, Mapping[str, Any]] = {run.name: read_provenance(run) for run in runs}
     configs = {run: read_config(run) for run in runs}
     headlines = recorded_headlines(configs.values())
-    groups = groups_of(rows)
-    head = overview(groups, headlines)
+    samples = read_samples(runs)
+    evidence = evidence_of(samples)
+    groups = groups_of(rows, evidence)
+    head = overview(groups, headlines, evidence)
     measured = [group for group in groups if group.members]
     return Report(
         title=_title(rows),
@@ -60,11 +63,11 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
         advice=advise(groups),
         tables=[
             *([head] if head is not None else []),
-            *build_tables(rows, headlines),
+            *build_tables(rows, headlines, evidence),
             *published_tables(configs.values(), rows),
         ],
         traits=traits_table(measured),
-        figures=draw_all(rows, out, read_samples(runs), runs),
+        figures=draw_all(rows, out, samples, runs, evidence.families),
         remarks=remarks(rows),
         runs=_recorded(configs, provenance),
         provenance=provenance,

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvbench.report.compare import number_text
-from kvbench.report.compare.comparison import Line, comparison_key, config_of
+from kvbench.report.compare.comparison import Line, comparison_key, config_of, decode_of
 from kvbench.report.compare.names import display_name, knob_text, short_model, varying_knobs, varying_other_knobs
+from kvbench.report.compare.window_verdicts import HOW, NO_EVIDENCE, WindowEvidence, verdict_cell
 from kvbench.report.tables.table import Column, text_column
 from kvbench.results.headline import Format, Headline
+from kvbench.results.paired import Verdict
 from kvbench.results.row import IDENTITY, KINDS, KNOBS, Row
 
 FORMATS: dict[Format, Callable[[Sequence[float]], tuple[str, number_text.Format]]] = {
@@ -26,13 +28,18 @@ FORMATS: dict[Format, Callable[[Sequence[float]], tuple[str, number_text.Format]
     "x": number_text.fixed(2, "x"),
 }
 """For each format of a headline: from the values of a column its unit and how to write one value."""
+TESTED = ("ppl", "nll_minus_full")
+"""Metrics whose best methods are marked by paired tests over windows."""
 TIME_UNITS = ("ms", "ms/1k", "s", "tokens/s", "bytes/s")
 BATCH_UNITS = (*TIME_UNITS, "bytes")
 """Units of metrics that depend on the batch size. Quality does not: there a batch is the windows run at a time."""
 
 
-def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Column]:
-    """The method's name, and the knobs and settings that differ between lines."""
+def identity_columns(lines: Sequence[Line], skip: Sequence[str] = (), *, decode: bool = False) -> list[Column]:
+    """The method's name, and the knobs and settings that differ between lines.
+
+    decode: with a column that says which rules append decoded tokens to the budget and which evict.
+    """
     rows = [line.row for line in lines]
     columns = []
     models = {row.model for row in rows}
@@ -45,7 +52,10 @@ def identity_columns(lines: Sequence[Line], skip: Sequence[str] = ()) -> list[Co
             continue
         cells = [knob_text(knob, value) for value in values]
         columns.append(Column(knob, knob.replace("_", " "), cells, cells, numbers=_numbers(values)))
-    extra = varying_other_knobs(rows)
+    modes = [decode_of(row) for row in rows] if decode else []
+    if any(modes):
+        columns.append(text_column("decode", "decode", [mode or "–" for mode in modes]))
+    extra = varying_other_knobs(rows, skip=("decode",) if any(modes) else ())
     if any(extra.values()):
         columns.append(text_column("knobs", "knobs", [extra[config_of(row)] for row in rows]))
     return columns + _setting_columns(lines, columns, skip)
@@ -98,10 +108,24 @@ def status_column(lines: Sequence[Line]) -> list[Column]:
     return [] if set(statuses) <= {"ok"} else [text_column("status", "status", statuses)]
 
 
+def verdict_column(verdicts: Sequence[Verdict | None]) -> tuple[list[Column], list[str]]:
+    """A column of verdicts against the full cache, and their rule for the caption; both empty without a verdict."""
+    if not any(verdicts):
+        return [], []
+    return [text_column("verdict", "verdict", [verdict_cell(verdict) for verdict in verdicts], rank=3)], [HOW]
+
+
 def metric_columns(
-    lines: Sequence[Line], headlines: Iterable[Headline], *, across_measures: bool = False
+    lines: Sequence[Line],
+    headlines: Iterable[Headline],
+    *,
+    across_measures: bool = False,
+    evidence: WindowEvidence = NO_EVIDENCE,
 ) -> tuple[list[Column], list[str]]:
-    """Columns of the metrics that were measured, and caption parts for values that are the same on every line."""
+    """Columns of the metrics that were measured, and caption parts for values that are the same on every line.
+
+    evidence: windows from which the best perplexities are marked.
+    """
     columns, constants = [], []
     for headline in headlines:
         found = [line.get(headline.metric) for line in lines]
@@ -117,6 +141,8 @@ def metric_columns(
         compact = [_cell(line, headline.metric, form, compact=True) for line in lines]
         numbers = [line.value(headline.metric) for line in lines]
         best = best_of(lines, headline, across_measures=across_measures)
+        if headline.metric in TESTED:
+            best |= {index for index, row in enumerate(found) if row is not None and evidence.is_best(row)}
         columns.append(Column(headline.metric, header, full, compact, False, headline.rank, numbers, best))
     return columns, constants
 
@@ -124,7 +150,8 @@ def metric_columns(
 def best_of(lines: Sequence[Line], headline: Headline, *, across_measures: bool = False) -> frozenset[int]:
     """In each setting the line, other than the baseline, whose upper bound is below every other lower bound.
 
-    Bounds are turned where high is better. A number without an interval is never best, unless it is exact.
+    Bounds are turned where high is better. A number without an interval is never best, unless it is exact. Metrics of
+    perplexity are not marked here, because their intervals cover the scored windows only.
     across_measures: lines over several measures are compared within one model and device.
     """
     if headline.better is None:
@@ -132,7 +159,8 @@ def best_of(lines: Sequence[Line], headline: Headline, *, across_measures: bool 
     groups: dict[tuple[Any, ...], list[tuple[float, float, int]]] = {}
     for index, line in enumerate(lines):
         row = line.get(headline.metric)
-        if row is not None and row.value is not None and not line.baseline:
+        sampled = row is not None and row.measure == "perplexity" and not headline.exact
+        if row is not None and row.value is not None and not line.baseline and not sampled:
             setting = _setting(line, row, across_measures=across_measures)
             groups.setdefault(setting, []).append((*_bounds(row, headline), index))
     found = set()

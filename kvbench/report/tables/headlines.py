@@ -19,17 +19,32 @@ COUNTS = (
 """Metrics that every measure has. They are shown behind a measure's own, whether it lists them or not."""
 SMALLER = Headline("times_smaller", "x smaller", "x", better="high", exact=True)
 """Bytes of the full cache over bytes of the method, made from `held_bytes` of both."""
+SIXTEEN_BITS = Headline("x_smaller", "x smaller than 16-bit", "x", better="high", exact=True)
+"""Bytes of a full cache in 16 bits over bytes of the method's, means over the scored tokens."""
+KEPT_WHILE_SCORED = Headline("scored_kept_tokens", "kept while scored", "count", rank=1, folds=True)
+KEPT = COUNTS[1]
 FORMAT_OF_UNIT: dict[str | None, Format] = {"bytes": "bytes", "ms": "ms", "ms/1k": "ms_per_1k", "share": "percent"}
 
 
 def headlines_of(measure: str, lines: Sequence[Line], recorded: Recorded | None = None) -> tuple[Headline, ...]:
-    """The columns of a measure's table, then COUNTS. SMALLER follows `held_bytes` and replaces `ratio`."""
+    """The columns of a measure's table, then COUNTS. SMALLER follows `held_bytes` and replaces `ratio`.
+
+    Tokens kept while scored replace those kept after scoring, if all lines have them.
+    """
     found = [*((recorded or {}).get(measure) or shipped_headlines(measure) or _from_rows(lines))]
+    found = [SIXTEEN_BITS if headline.metric == SIXTEEN_BITS.metric else headline for headline in found]
     metrics = [headline.metric for headline in found]
     if "held_bytes" in metrics:
         found.insert(1 + metrics.index("held_bytes"), SMALLER)
         found = [headline for headline in found if headline.metric != "ratio"]  # leaves slack out
-    return (*found, *(count for count in COUNTS if count.metric not in metrics))
+    return with_one_kept((*found, *(count for count in COUNTS if count.metric not in metrics)), lines)
+
+
+def with_one_kept(headlines: Sequence[Headline], lines: Sequence[Line]) -> tuple[Headline, ...]:
+    """Without the tokens kept after scoring, if every line that has them has those kept while scored."""
+    known = [line for line in lines if line.get(KEPT.metric)]
+    replaced = bool(known) and all(line.get(KEPT_WHILE_SCORED.metric) for line in known)
+    return tuple(headline for headline in headlines if not (replaced and headline.metric == KEPT.metric))
 
 
 def _from_rows(lines: Sequence[Line]) -> tuple[Headline, ...]:

@@ -13,11 +13,20 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvbench.report.compare.comparison import Line, baseline_of, lines_of, measures_of
+from kvbench.report.compare.comparison import Line, baseline_of, decode_of, lines_of, measures_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.warnings import find_warnings
-from kvbench.report.tables.columns import caption_of, identity_columns, metric_columns, repeats_text, status_column
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
+from kvbench.report.tables.columns import (
+    caption_of,
+    identity_columns,
+    metric_columns,
+    repeats_text,
+    status_column,
+    verdict_column,
+)
 from kvbench.report.tables.headlines import COUNTS, SMALLER, Recorded, headlines_of, reading_order
+from kvbench.report.tables.method_pairs import method_pairs_table
 from kvbench.report.tables.needle_tables import needle_tables
 from kvbench.report.tables.table import Table, for_terminal, shared_caption
 from kvbench.results.headline import Headline
@@ -26,8 +35,13 @@ from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
 MOST_WARNINGS = 8
 
 
-def build_tables(rows: Sequence[Row], recorded: Recorded | None = None) -> list[Table]:
-    """All tables that the rows allow, in reading order. recorded: headlines from the configs of their run folders."""
+def build_tables(
+    rows: Sequence[Row], recorded: Recorded | None = None, evidence: WindowEvidence = NO_EVIDENCE
+) -> list[Table]:
+    """All tables that the rows allow, in reading order.
+
+    recorded: headlines from the configs of their run folders. evidence: windows that give the verdicts.
+    """
     tables: list[Table] = []
     for measure in measures_of(rows, reading_order(recorded)):
         if measure == "needle":
@@ -38,9 +52,11 @@ def build_tables(rows: Sequence[Row], recorded: Recorded | None = None) -> list[
             tables += needle_tables(lines, identity, caption, columns)
             continue
         lines = lines_of(rows, measure)
-        tables.append(_measure_table(measure, lines, recorded))
+        tables.append(_measure_table(measure, lines, recorded, evidence))
         if parts := _parts_table(measure, lines):
             tables.append(parts)
+        if measure == "perplexity" and (pairs := method_pairs_table(evidence.families)):
+            tables.append(pairs)
     return tables
 
 
@@ -71,18 +87,21 @@ def terminal_table(frame: pd.DataFrame) -> TerminalTable:
     return TerminalTable(rows_of(frame))
 
 
-def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None) -> Table:
+def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None, evidence: WindowEvidence) -> Table:
     headlines = headlines_of(measure, lines, recorded)
     if SMALLER in headlines:
         _add_times_smaller(lines)
-    columns, constants = metric_columns(lines, headlines)
-    caption = [*caption_of(lines), *constants, *repeats_text(lines)]
+    columns, constants = metric_columns(lines, headlines, evidence=evidence)
+    verdicts = [evidence.verdict_of(line.get("nll_minus_full")) for line in lines]
+    verdict, rule = verdict_column(verdicts)
+    best = evidence.best_text() if any(verdicts) else []
+    caption = [*caption_of(lines), *constants, *rule, *best, *repeats_text(lines)]
     return Table(
         name=measure,
         title=measure.replace("_", " ").capitalize(),
         caption=caption,
-        columns=(*identity_columns(lines), *status_column(lines), *columns),
-        records=_records(lines),
+        columns=(*identity_columns(lines, decode=measure == "perplexity"), *status_column(lines), *columns, *verdict),
+        records=[r | verdict_record(found) for r, found in zip(_records(lines), verdicts, strict=True)],
         rows=[line.row for line in lines],
     )
 
@@ -120,7 +139,7 @@ def _records(lines: Sequence[Line], metrics: Sequence[str] | None = None) -> lis
     records = []
     for line in lines:
         record: dict[str, Any] = {"method_shown": display_name(line.row)}
-        record |= {name: getattr(line.row, name) for name in IDENTITY}
+        record |= {name: getattr(line.row, name) for name in IDENTITY} | {"decode": decode_of(line.row)}
         for (metric, _, _), row in line.cells.items():
             if metrics is not None and metric not in metrics:
                 continue

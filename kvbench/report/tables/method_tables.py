@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,17 @@ from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Cell, Line, layo
 from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import display_name, short_model
 from kvbench.report.compare.verdicts import WEIGHTS_WORDS, loss_text, times_text
-from kvbench.report.tables.columns import identity_columns, metric_columns
-from kvbench.report.tables.headlines import SMALLER, Recorded, reading_order
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
+from kvbench.report.tables.columns import identity_columns, metric_columns, verdict_column
+from kvbench.report.tables.headlines import (
+    KEPT,
+    KEPT_WHILE_SCORED,
+    SIXTEEN_BITS,
+    SMALLER,
+    Recorded,
+    reading_order,
+    with_one_kept,
+)
 from kvbench.report.tables.table import Column, Table, text_column
 from kvbench.results.headline import Headline
 from kvbench.results.row import IDENTITY, KNOBS, Row
@@ -26,7 +35,8 @@ QUALITY = (
 )
 HELD = Headline("held_bytes", "held", "bytes", better="low", exact=True)
 TPOT = Headline("tpot_p50_ms", "TPOT", "ms", better="low")
-HEADLINES = (*QUALITY, HELD, SMALLER, TPOT)
+KEPT_TOKENS = (KEPT_WHILE_SCORED, KEPT)
+HEADLINES = (*QUALITY, *KEPT_TOKENS, HELD, SMALLER, SIXTEEN_BITS, TPOT)
 # With several architectures in one table sizes come first, because every architecture has them. x smaller and ΔNLL
 # compare with the full cache of the same architecture.
 ARCHITECTURES = (
@@ -34,33 +44,40 @@ ARCHITECTURES = (
     Headline("bytes_per_token", "a token", "bytes"),
     Headline("bytes_per_token_layer", "and a layer", "bytes"),
     SMALLER,
+    SIXTEEN_BITS,
     TPOT,
     Headline("ppl", "ppl", "fixed2"),
     *QUALITY,
 )
-PLACES = {"perplexity": "quality after", "memory": "memory at", "latency": "TPOT at"}
+PLACES = {"perplexity": "quality after", "bytes": "bytes at", "memory": "bytes a token at", "latency": "TPOT at"}
 YES_NO = {True: "yes", False: "no", None: "–"}
 MOST_GROUPS = 2
 """Groups that the table of traits shows."""
 
 
-def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table | None:
+def overview(
+    groups: Sequence[Group], recorded: Recorded | None = None, evidence: WindowEvidence = NO_EVIDENCE
+) -> Table | None:
     """One line for each method and group; None with fewer than two lines or without a number.
 
     Where models, KV heads or MLA layouts differ, each line also shows bytes a token and where its weights come from.
     """
     lines = [_line(member, group) for group in groups for member in group.everyone]
     several = len({(group.row.model, group.row.kv_heads, layout_of(group.row)) for group in groups}) > 1
-    columns, _ = metric_columns(lines, ARCHITECTURES if several else HEADLINES, across_measures=True)
+    chosen = ARCHITECTURES if several else with_one_kept(HEADLINES, lines)
+    columns, _ = metric_columns(lines, chosen, across_measures=True, evidence=evidence)
     if len(lines) < 2 or not columns:
         return None
-    common, places = _places(groups)
-    identity = identity_columns(lines, skip=(*SETTINGS_OF_A_MEASURE, *(["converted"] if several else [])))
+    common, places = _places(groups, {"memory"} if not several else set())
+    skip = (*SETTINGS_OF_A_MEASURE, *(["converted"] if several else []))
+    identity = identity_columns(lines, skip, decode=True)
     caption = [f"model {short_model(groups[0].row.model)}"] if len({group.row.model for group in groups}) == 1 else []
     if several:
         words = [WEIGHTS_WORDS[weights_of(line.row)] for line in lines]
         identity.append(text_column("weights", "weights", words))
-    caption += common
+    verdicts = [member.verdict for group in groups for member in group.everyone]
+    verdict, rule = verdict_column(verdicts)
+    caption += [*common, *rule, *(evidence.best_text() if any(verdicts) else [])]
     if any(places):
         identity.append(text_column("measured", "measured", places))
     if len({row.tokenizer for group in groups if (row := _perplexity(group)) is not None}) > 1:
@@ -70,8 +87,8 @@ def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table
         "overview",
         "All methods",
         caption,
-        (*identity, *_of_methods(columns, lines)),
-        _records(lines),
+        (*identity, *_of_methods(columns, lines), *verdict),
+        [record | verdict_record(found) for record, found in zip(_records(lines), verdicts, strict=True)],
         terminal=False,
         rows=[replace(line.row, measure=",".join(measures_of(line.cells.values(), order))) for line in lines],
     )
@@ -79,19 +96,22 @@ def overview(groups: Sequence[Group], recorded: Recorded | None = None) -> Table
 
 def _line(member: MethodNumbers, group: Group) -> Line:
     """The method as a line without a context, because its numbers were taken at several."""
-    numbers = dict(member.numbers)
-    if member.held is not None:
-        held = replace(numbers["held_bytes"], value=member.held)
-        numbers["held_bytes"] = held
+    numbers = {metric: row for metric, row in member.numbers.items() if metric != HELD.metric}
+    if member.scored is not None and member.held is not None:
+        held = replace(member.scored, metric=HELD.metric, value=member.held)
+        numbers[HELD.metric] = held
         if (times := group.times_smaller(member)) is not None:
             numbers[SMALLER.metric] = replace(held, metric=SMALLER.metric, value=times, unit="x")
     cells: dict[Cell, Row] = {(metric, None, None): row for metric, row in numbers.items()}
     return Line(replace(member.row, context=None), cells)
 
 
-def _places(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
-    """Contexts of the numbers: those that all groups share, and for each line those that only its group has."""
-    known = [_place(group) for group in groups]
+def _places(groups: Sequence[Group], hidden: Collection[str]) -> tuple[list[str], list[str]]:
+    """Contexts of the numbers: those that all groups share, and for each line those that only its group has.
+
+    hidden: measures without a column.
+    """
+    known = [{name: text for name, text in _place(group).items() if name not in hidden} for group in groups]
     common = {
         measure: text
         for place in known

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.report.advice.scenarios import SCENARIOS, advise
-from kvbench.report.compare.methods import groups_of
 from kvbench.results.row import Row
-from tests.report.synthetic import FULL, ONE, OTHER, advice_on, cache, chosen
+from tests.report.synthetic import FULL, ONE, OTHER, advice_on, cache, chosen, judged_groups
 
 
 def test_the_smaller_cache_without_a_loss_is_chosen_and_swapping_the_numbers_swaps_it() -> None:
@@ -23,13 +22,13 @@ def test_the_smaller_cache_without_a_loss_is_chosen_and_swapping_the_numbers_swa
     assert chosen(rows, "shrink") == "full+int8"
 
 
-def test_a_loss_beyond_the_interval_is_never_recommended_and_is_the_price_of_a_smaller_cache() -> None:
+def test_a_method_that_is_worse_is_never_recommended_and_is_the_price_of_a_smaller_cache() -> None:
     rows = FULL + cache("full", 10, 0.02, **OTHER) + cache("full", 20, 0.001, **ONE)
     advice = advice_on(rows, "shrink")
     assert advice.headline == "full+int8" and advice.runner_up is None
     assert any(reason.startswith("a smaller cache costs quality: full+int4") for reason in advice.reasons)
     rows = FULL + cache("full", 10, 0.02, **OTHER) + cache("full", 20, 0.01, **ONE)
-    assert chosen(rows, "shrink") == "no method without a measured loss"
+    assert chosen(rows, "shrink") == "no method shown within 0.01 nats"
 
 
 def test_caches_of_about_one_size_are_told_apart_by_quality() -> None:
@@ -76,7 +75,10 @@ def test_extreme_memory_needs_a_cache_eight_times_smaller() -> None:
             FULL + cache("full", 10, 0.001, reach=0.5, **OTHER) + cache("full", 20, 0.001, reach=0.5, **ONE),
             "a choice needs 2",
         ),
-        ([row for row in FULL + cache("full", 10, 0.001, **OTHER) if row.measure != "memory"], "no memory"),
+        (
+            [row for row in FULL + cache("full", 10, 0.001, **OTHER) if row.metric != "scored_bytes"],
+            "no bytes of the scored cache",
+        ),
     ],
 )
 def test_too_little_data_says_so(rows: list[Row], word: str) -> None:
@@ -92,8 +94,26 @@ def test_methods_that_never_compressed_or_beat_the_full_cache_are_not_judged() -
         advice = advice_on([*sound, *suspect], "shrink")
         assert advice.headline == "full+int8" and any(word in limit for limit in advice.limits)
     pooled = [replace(row, converted=True, kv_heads=1) for row in [*FULL, *cache("full", 1, 0.0, **OTHER)]]
-    found = advise(groups_of([*sound, *pooled]))
+    found = advise(judged_groups([*sound, *pooled]))
     assert all(not one.group.row.converted for one in found)
+
+
+def test_below_ten_windows_or_without_samples_nothing_is_chosen() -> None:
+    rows = FULL + cache("full", 10, 0.001, reach=0.0001, **OTHER) + cache("full", 20, 0.001, reach=0.0001, **ONE)
+    assert chosen(rows, "shrink") == "full+int4"
+    few = advice_on(rows, "shrink", windows=9)
+    assert few.too_little and few.choice is None
+    assert "9 windows measured, a verdict needs 10 or more: type perplexity.windows=32 (2)" in few.reasons[0]
+    assert advice_on(rows, "shrink", windows=10).headline == "full+int4"
+    none = advice_on(rows, "shrink", windows=0)
+    assert none.choice is None and "its windows are not in samples.jsonl" in none.reasons[0]
+
+
+def test_undecided_methods_name_the_windows_that_they_need() -> None:
+    wide = cache("h2o", 8, 0.001, reach=0.05, budget=100.0)
+    rows = [*FULL, *wide, *cache("full", 10, 0.001, **OTHER), *cache("full", 20, 0.001, **ONE)]
+    (limit,) = [limit for limit in advice_on(rows, "shrink").limits if "neither a loss" in limit]
+    assert "h2o (16 windows; about" in limit and limit.endswith("needed)")
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,17 +133,18 @@ def test_a_method_that_lost_is_never_recommended(
         budget = float(100 + index)
         rows += cache("h2o", held, loss, reach=reach, hits=hits, budget=budget)
     shuffle.shuffle(rows)
-    for advice in advise(groups_of(rows)):
+    for advice in advise(judged_groups(rows)):
         for member in (advice.choice, advice.runner_up):
             if member is None:
                 continue
+            assert member.verdict is not None and member.verdict.kind == "within_margin"
             row = member.numbers["nll_minus_full"]
-            assert row.low is not None and row.high is not None and row.low <= 0 <= row.high
+            assert row.high is not None and row.high < 0.0101
             needles = member.numbers["hit_rate"]
             assert needles.high is not None and needles.high >= (FULL_NEEDLES.low or 0)
 
 
-FULL_NEEDLES = groups_of(FULL)[0].baseline.numbers["hit_rate"]  # type: ignore[union-attr]
+FULL_NEEDLES = judged_groups(FULL)[0].baseline.numbers["hit_rate"]  # type: ignore[union-attr]
 
 
 def test_every_scenario_lists_what_the_data_do_not_show() -> None:

@@ -43,13 +43,36 @@ def test_retrieval_counts_the_tasks_that_the_full_cache_solves() -> None:
     assert chosen(easy + second, "retrieval") == "full+int8"
 
 
-def test_bytes_come_from_the_measure_that_has_them_of_more_methods() -> None:
-    members = [cache("h2o", held, 0.001, budget=budget) for held, budget in ((4.0, 100.0), (8.0, 200.0))]
-    made = [*FULL, *members[0], *members[1]]
-    at = [replace(row, metric="held_bytes", value=2.0**24, unit="bytes") for row in made if row.metric == "ppl"]
-    (both,) = groups_of([*made, *at])
-    assert both.contexts["memory"] == 2048 and [one.held for one in both.members] == [4 * MIB, 8 * MIB]
-    fewer = [row for row in made if not (row.metric == "held_bytes" and row.budget == 200)]
-    (group,) = groups_of([*fewer, *at])
-    assert group.contexts["memory"] == 1024 and {one.held for one in group.members} == {2.0**24}
-    assert "memory at 1,024 tokens" in overview([group]).caption  # type: ignore[union-attr]
+def test_bytes_are_those_of_the_scored_cache_never_those_of_another_context() -> None:
+    made = [*FULL, *cache("h2o", 4.0, 0.001, budget=100.0)]
+    (group,) = groups_of(made)
+    assert group.contexts["bytes"] == group.contexts["perplexity"] == 1024 and group.contexts["memory"] == 2048
+    assert group.members[0].held == 4 * MIB and group.members[0].numbers["held_bytes"].value == 8 * MIB
+    table = overview([group])
+    assert table is not None and "bytes at 1,024 tokens" in table.caption
+    assert next(one for one in table.columns if one.key == "held_bytes").full == ["40.0", "4.00"]
+
+    (without,) = groups_of([row for row in made if row.metric != "scored_bytes"])
+    assert without.members[0].held is None and "bytes" not in without.contexts
+    older = [replace(row, metric="held_bytes") if row.metric == "scored_bytes" else row for row in made]
+    (group,) = groups_of(older)
+    assert group.members[0].held == 4 * MIB
+    nearer = [replace(row, context=1024) if row.measure == "memory" else row for row in made]
+    (group,) = groups_of([row for row in nearer if row.metric != "scored_bytes"])
+    assert group.members[0].held == 8 * MIB  # of the memory measure, at the same context
+
+
+def test_without_a_perplexity_bytes_are_those_of_the_memory_measure() -> None:
+    (group,) = groups_of([row for row in [*FULL, *cache("h2o", 4.0, 0.001)] if row.measure == "memory"])
+    assert group.contexts == {"bytes": 2048, "memory": 2048} and group.members[0].held == 8 * MIB
+
+
+def test_means_and_last_values_of_bytes_are_not_mixed() -> None:
+    mixed = [
+        *(replace(row, metric="held_bytes") if row.metric == "scored_bytes" else row for row in FULL),
+        *cache("h2o", 4.0, 0.001),
+    ]
+    both = [replace(row, metric="held_bytes", value=5 * MIB) for row in mixed if row.metric == "scored_bytes"]
+    (group,) = groups_of([*mixed, *both])
+    assert [one.scored.metric for one in group.everyone if one.scored] == ["held_bytes"] * 2
+    assert group.members[0].held == 5 * MIB

@@ -32,7 +32,7 @@ def test_figures_are_written_as_png_and_pdf_and_are_not_blank(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("measures", "files"),
     [
-        (["perplexity"], []),
+        (["perplexity"], ["perplexity_bytes", "quality_bytes"]),
         (["needle"], ["needle"]),
         (["latency"], ["latency_context", "bandwidth"]),
         (["memory"], ["memory_context"]),

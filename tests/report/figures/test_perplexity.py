@@ -73,8 +73,21 @@ def test_every_label_that_is_a_method_is_written() -> None:
     assert shown == {display_name(Row(method=method, store=store)) for method, store, *_ in METHODS}
 
 
-def test_bytes_come_from_the_perplexity_run_itself_if_it_counted_them() -> None:
-    made = rows(measures=["perplexity"])
+def test_bytes_of_another_measure_context_or_run_are_not_drawn() -> None:
+    made = [row for row in rows() if row.metric != "scored_bytes"]
+    assert perplexity_by_bytes(made) is None and quality_by_bytes(made) is None  # the memory measure has bytes
+    other = [replace(row, run="other") if row.metric == "scored_bytes" else row for row in rows()]
+    assert perplexity_by_bytes(other) is None and quality_by_bytes(other) is None
+
+
+def test_axes_of_bytes_say_which_cache_was_measured() -> None:
+    for figure in (perplexity_by_bytes(rows()), quality_by_bytes(rows())):
+        assert figure is not None
+        assert {axes.get_xlabel() for axes in figure.axes} == {"held while scored, MiB per sequence\n(context 1,024)"}
+
+
+def test_bytes_of_older_rows_are_those_after_scoring() -> None:
+    made = [row for row in rows(measures=["perplexity"]) if row.metric != "scored_bytes"]
     counted = [replace(row, metric="held_bytes", value=2.0**20, batch=4) for row in made if row.metric == "ppl"]
     figure = perplexity_by_bytes([*[replace(row, batch=4) for row in made], *counted])
     assert figure is not None

@@ -20,7 +20,7 @@ def test_baseline_is_on_top_of_every_table() -> None:
 
 def test_constants_go_to_the_caption_and_varying_settings_to_columns() -> None:
     found = table(rows(), "perplexity")
-    assert keys(found) == ["method", "ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens"]
+    assert keys(found) == ["method", "ppl", "nll_minus_full", "kl", "top1", "x_smaller", "engaged", "kept_tokens"]
     assert {"model Toy-135M", "budget 256", "context 1,024", "positions 128"} <= set(found.caption)
     two_models = rows() + rows(base=replace(BASE, model="org/Other", arch="mha"))
     found = table(two_models, "perplexity")
@@ -110,3 +110,26 @@ def test_ten_thousand_rows_are_read_and_tabled(tmp_path: Path) -> None:
     assert len(made) > 10_000
     tables = build_tables(made)
     assert len(column(next(found for found in tables if found.name == "latency"), "method")) == 20 * 3 * len(METHODS)
+
+
+def test_perplexity_shows_decode_kept_tokens_while_scored_and_x_smaller_than_16_bit() -> None:
+    made = [
+        replace(row, knobs=f'{{"decode": "{mode}"}}') if row.method == name else row
+        for row in rows(METHODS, ["perplexity"])
+        for name, mode in (("h2o", "evict"),)
+    ]
+    again = [replace(row, knobs='{"decode": "append"}') for row in made if row.method == "h2o"]
+    found = table([*made, *again], "perplexity")
+    modes = dict(zip(column(found, "method"), column(found, "decode"), strict=True))
+    assert modes["full"] == "–" and {"evict", "append"} <= set(column(found, "decode")) and "knobs" not in keys(found)
+    header = next(one.header for one in found.columns if one.key == "x_smaller")
+    assert header == "x smaller than 16-bit" and "kept_tokens" in keys(found)
+    assert {record["decode"] for record in found.records} == {None, "evict", "append"}
+    kept = [replace(row, metric="scored_kept_tokens", value=300.0) for row in [*made, *again] if row.metric == "ppl"]
+    kept[0] = replace(kept[0], value=1088.0)
+    found = table([*made, *again, *kept], "perplexity")
+    assert "scored_kept_tokens" in keys(found) and "kept_tokens" not in keys(found)
+    found = table([*made, *again, *kept[:-1]], "perplexity")
+    assert {"scored_kept_tokens", "kept_tokens"} <= set(keys(found))
+    old = [row for row in made if row.metric not in ("x_smaller", "scored_bytes")]
+    assert "x_smaller" not in keys(table(old, "perplexity"))

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from kvbench.report.advice.summary import summary
 from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.tables.measure_tables import build_tables
 from kvbench.report.tables.method_tables import overview, traits_table
-from tests.report.synthetic import FULL, ONE, OTHER, cache, latents
+from tests.report.synthetic import FULL, ONE, OTHER, cache, judged_groups, latents, windows_of
 from tests.shared.rows import METHODS, rows
 
 
@@ -35,7 +36,7 @@ def test_architectures_stand_in_one_table_with_sizes_first_and_where_weights_are
 
 
 def test_summary_overview_and_traits_carry_the_same_numbers() -> None:
-    groups = groups_of(FULL + cache("full", 10, 0.001, **OTHER) + cache("h2o", 4, 0.2, hits=3, budget=100.0))
+    groups = judged_groups(FULL + cache("full", 10, 0.001, **OTHER) + cache("h2o", 4, 0.2, hits=3, budget=100.0))
     text = " ".join(summary(groups))
     assert "full+int4 in 10.0 MiB (4.00x smaller)" in text and "h2o in 4.00 MiB (10.00x smaller)" in text
     table = overview(groups)
@@ -43,7 +44,7 @@ def test_summary_overview_and_traits_carry_the_same_numbers() -> None:
     held = next(column for column in table.columns if column.key == "held_bytes")
     assert held.full == ["40.0", "10.0", "4.00"] and held.best == {2}
     loss = next(column for column in table.columns if column.key == "nll_minus_full")
-    assert loss.best == {1}
+    assert loss.best == set()  # no two methods of one budget
     traits = traits_table(groups)
     assert traits is not None
     cells = {column.key: column.full for column in traits.columns}
@@ -58,10 +59,11 @@ def test_the_best_of_the_overview_is_one_for_all_batch_sizes_of_quality() -> Non
         for batch, name, held, loss in ((8, "h2o", 4.0, 0.2), (8, "tova", 8.0, 0.3), (2, "knorm", 16.0, 0.1))
         for row in cache(name, held, loss, budget=100.0)
     ]
-    table = overview(groups_of([*FULL, *batches]))
+    rows = [*FULL, *batches]
+    table = overview(judged_groups(rows), None, evidence_of(windows_of(rows)))
     assert table is not None and table.columns[0].full == ["full", "h2o", "tova", "knorm"]
     loss = next(column for column in table.columns if column.key == "nll_minus_full")
-    assert loss.best == {3}
+    assert loss.best == {3} and any(part.startswith("bold ΔNLL") for part in table.caption)
 
 
 def test_times_smaller_is_the_same_in_the_memory_table_and_in_the_overview() -> None:

@@ -1,0 +1,44 @@
+"""Bytes of the cache that a quality number was scored with: from the same measure, context and run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvbench.report.compare.comparison import Line
+from kvbench.results.row import Row
+
+SCORED = "scored_bytes"
+"""Mean over the scored tokens."""
+HELD = "held_bytes"
+"""After the last scored token: rows of older versions have no mean."""
+METRICS = (SCORED, HELD)
+
+
+def bytes_metric(methods: Iterable[Mapping[str, Row]]) -> str:
+    """The metric that serves all methods, each given as its rows by metric: SCORED if all with bytes have it."""
+    known = [numbers for numbers in methods if SCORED in numbers or HELD in numbers]
+    return SCORED if all(SCORED in numbers for numbers in known) else HELD
+
+
+def rows_by_metric(line: Line) -> dict[str, Row]:
+    """The byte rows of a line of the perplexity table."""
+    return {metric: row for metric in METRICS if (row := line.get(metric)) is not None}
+
+
+def same_cache(quality: Row, size: Row) -> bool:
+    """True if both numbers were taken on one cache: by one measure, at one context, in one run."""
+    return (quality.measure, quality.context, quality.run) == (size.measure, size.context, size.run)
+
+
+def size_of(row: Row | None) -> float | None:
+    """Bytes of one sequence."""
+    return None if row is None or row.value is None else row.value / (row.batch or 1)
+
+
+def axis_text(rows: Iterable[Row], unit: str) -> str:
+    """`held while scored, MiB per sequence` and, on a second line, `(context 1,024)`"""
+    known = list(rows)
+    contexts = {row.context for row in known if row.context is not None}
+    when = " while scored" if {row.metric for row in known} == {SCORED} else " after scoring"
+    where = f"\n(context {min(contexts):,})" if len(contexts) == 1 else ""
+    return f"held{when}, {unit} per sequence{where}"

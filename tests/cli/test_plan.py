@@ -19,6 +19,7 @@ from kvbench.cache.store import DenseStore
 from kvbench.cli.plan import config_of, main, planned_model, planned_shape, weight_bytes
 from kvbench.config import method_config
 from kvbench.config.sources import BUILT_IN
+from kvbench.errors import UserError
 from kvbench.measures.memory import Memory
 from kvbench.measures.memory.cache_bytes import measure_bytes
 from kvbench.method_runs import instantiate
@@ -34,7 +35,7 @@ from kvbench.models.shape import layer_windows
 from tests.cache.test_mla import deepseek
 from tests.shared.families import random_ids, tiny
 from tests.shared.models import random_llama
-from tests.shared.text import light, rows_of, run_context_of, value
+from tests.shared.text import character_tokenizer, rows_of, run_context_of, value
 
 MIB = 2**20
 
@@ -141,6 +142,14 @@ def test_latents_are_planned_as_they_are_held(layout: str, entry: str) -> None:
     assert measured(model, method, random_ids(2, 60), 8) == cache_bytes(method, planned, 2, 60, 8)
 
 
+def methods_of(entries: dict[str, list[str]], group: str) -> dict[str, Method]:
+    """Methods by label, from the words of a command."""
+    return {
+        label: instantiate(method_config(BUILT_IN.composed([*words, group] if label != "full" else words)))
+        for label, words in entries.items()
+    }
+
+
 MEASURED = {
     "Llama, grouped heads": lambda: random_llama(4, 2, 32, dtype=torch.float32),
     "Gemma 3, sliding windows": lambda: tiny("gemma3", head_dim=32, sliding_window=48),
@@ -155,10 +164,12 @@ MEASURED = {
 def test_the_plan_of_a_model_s_folder_is_what_the_memory_measure_finds(family: str, tmp_path: Path) -> None:
     """From the words of a command: the config in the folder on one side, rows of a run on the other."""
     MEASURED[family]().save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
     prompt, new = 300, 24
     spec = model_spec({"path": str(tmp_path), "device": "cpu", "dtype": "float32"})
     config = config_of(spec)
-    model = planned_model(spec, config, planned_shape(spec, config))
+    shape = planned_shape(spec, config)
+    model = planned_model(spec, config, shape)
     entries = {
         "full": ["method=full"],
         "h2o": ["method=h2o", "budget=64"],
@@ -166,12 +177,12 @@ def test_the_plan_of_a_model_s_folder_is_what_the_memory_measure_finds(family: s
         "int4": ["method=full", "store=int4"],
         "h2o+int4": ["method=h2o", "budget=64", "store=int4"],
     }
-    group = 16 if model.latent else 32
-    named = {
-        label: instantiate(method_config(BUILT_IN.composed([*words, f"group={group}"] if len(words) > 1 else words)))
-        for label, words in entries.items()
-        if not (model.latent and label == "kivi4")
-    }
+    group = f"group={8 if model.latent else 32}"
+    if model.latent:
+        with pytest.raises(UserError, match="Kivi needs keys and values of each head"):
+            methods_of(entries, group)["kivi4"].check_combination(shape.mla)
+        entries.pop("kivi4")
+    named = methods_of(entries, group)
     loaded = load_model(spec)
     ids = random_ids(1, prompt + new).squeeze(0)
     context = replace(run_context_of(loaded.model, named, ids), loaded=loaded)

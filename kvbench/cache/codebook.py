@@ -60,7 +60,8 @@ class CodedRows:
 
 def codebook_bytes(bits: int) -> int:
     """Bytes of the 2^bits levels and of the borders between them, in float32."""
-    return 4 * (2 * 2**bits - 1)
+    levels = 1 << bits
+    return 4 * (levels + levels - 1)
 
 
 def packed_together(width: int) -> int:

@@ -308,7 +308,9 @@ def test_prompts_that_were_checked_are_not_made_again(monkeypatch: pytest.Monkey
 
 def test_bos_counts_as_a_token_of_the_length() -> None:
     plain = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH)
-    begun = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH, bos=7)
+    longer = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH, bos=(7, 8))
+    assert all(prompt.ids[:2] == [7, 8] and len(prompt.ids) == LENGTH for prompt in longer)
+    begun = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH, bos=(7,))
     assert {len(prompt.ids) for prompt in (*plain, *begun)} == {LENGTH}
     assert all(prompt.ids[0] == 7 for prompt in begun)
     assert all(needle in TOKENIZER.decode(prompt.ids) for prompt in begun for needle in prompt.draft.needles)
@@ -595,7 +597,7 @@ def test_a_chat_template_goes_around_the_prompt_and_into_the_row() -> None:
     asked = settings(template="chat", depths=[0.5], samples=1)
     (prompt,) = make_prompts(tokenizer, text, 0, asked, LENGTH)
     assert tokenizer.decode(prompt.ids).startswith("<user>")
-    assert make_prompts(tokenizer, text, 0, asked, LENGTH, bos=7)[0].ids == prompt.ids  # a template brings its own
+    assert make_prompts(tokenizer, text, 0, asked, LENGTH, bos=(7,))[0].ids == prompt.ids  # a template brings its own
     assert tokenizer.decode(prompt.question).startswith(f"{prompt.draft.question}</s><assistant>")
     model = random_llama(4, 2, 16, vocab=len(tokenizer), dtype=torch.float32)
     rows = rows_of(ask_needles(run_context_of(model, methods("full"), text, tokenizer), asked))

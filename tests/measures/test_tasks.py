@@ -213,7 +213,7 @@ def test_what_ruler_hides_is_not_cut_away(tmp_path: Path) -> None:
     whole = 300 + len("\nWhat is 0?" + " It is")
     asked = settings(tmp_path, set="ruler", names=["vt"], longest=whole)
     assert set(check_tasks(asked, None, TOKENIZER)) == {"vt"}
-    for given, bos, needed in ((whole - 1, None, whole), (whole, 7, whole + 1)):
+    for given, bos, needed in ((whole - 1, (), whole), (whole, (7,), whole + 1)):
         with pytest.raises(UserError, match=f"type tasks.longest={needed}"):
             check_tasks(replace(asked, longest=given), None, TOKENIZER, bos)
     write(tmp_path, "hotpotqa")  # as LongBench cuts it
@@ -294,7 +294,7 @@ def test_prompts_begin_with_bos_where_windows_do(tmp_path: Path) -> None:
     write(tmp_path, "hotpotqa")
     bench = run_context_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER, save_tokens=True)
     (plain,) = answer_tasks(bench, settings(tmp_path))
-    (begun,) = answer_tasks(replace(bench, bos=7), settings(tmp_path))
+    (begun,) = answer_tasks(replace(bench, bos=(7,)), settings(tmp_path))
     for before, after in zip(plain.samples, begun.samples, strict=True):
         assert after["ids"][0] == 7 and len(after["ids"]) == len(before["ids"])
         assert after["ids"][1:60] == before["ids"][:59]

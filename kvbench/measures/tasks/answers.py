@@ -42,7 +42,7 @@ def answer_tasks(context: RunContext, settings: Tasks) -> Iterator[Result]:
         kind = "base" if name in WITHOUT_CHAT else settings.template
         template = template_of(context.loaded.tokenizer, kind)
         answers: Answers = {(method.label, when): {} for method in context.methods for when in settings.question}
-        bos = context.bos if kind == "base" else None  # a chat template brings its own
+        bos = context.bos if kind == "base" else ()  # a chat template brings its own
         prompts = [encode(context.loaded.tokenizer, sample, settings.longest, template, bos) for sample in samples]
         work = len(samples) * len(settings.question) * len(context.methods)
         with context.progress.phase(f"{settings.set} {name}", work) as advance:

@@ -254,7 +254,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape(max_positions: int | None) -> Any:
-    return type("Shape", (), {"max_positions": max_positions})
+    return type("Shape", (), {"max_positions": max_positions, "frequency_change": None})
 
 
 def refusal(measure: Measure, tokens: int, positions: int | None = None) -> str | None:

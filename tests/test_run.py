@@ -261,7 +261,7 @@ def refusal(measure: Measure, tokens: int, positions: int | None = None) -> str 
     text: Any = type("Text", (), {"name": "t"})
     spec: Any = type("Spec", (), {"name": "m", "random": {}})
     try:
-        check_measures_fit([measure], Target(spec, shape(positions), text, torch.zeros(tokens), None, None, 0))
+        check_measures_fit([measure], Target(spec, shape(positions), text, torch.zeros(tokens), None, (), 0))
     except UserError as error:
         return str(error)
     return None

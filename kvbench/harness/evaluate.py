@@ -48,7 +48,7 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     loaded = load_model(model_spec(node_of(config, "model")))
     # A constructor that refuses does so before anything is measured.
     models = [KVBenchLM(loaded, method, config.kernel, asked.max_gen_toks, asked.held_back) for _, method in made]
-    runs = method_runs(made, loaded, Text("", "", ""), config, Progress(), None)
+    runs = method_runs(made, loaded, Text("", "", ""), config, Progress(), ())
     label = "lm-eval-" + "-".join(method.label for method in methods if not method.is_baseline)[:50]
     resolved = {
         "harness": vars(asked),

@@ -174,8 +174,13 @@ def _flagged(method: MethodRun, rows: list[Row]) -> list[Row]:
     """The rows, flagged where the method never evicted or quantised anything, so that they are the full cache's."""
     if method.row.method in NEVER_COMPRESS and method.row.store in ("dense", "paged"):
         return rows
-    idle = {row.context for row in rows if row.metric == "engaged" and row.value == 0}
-    return [with_flags(row, "not_engaged") if row.context in idle else row for row in rows]
+    idle = {_asked(row) for row in rows if row.metric == "engaged" and row.value == 0}
+    return [with_flags(row, "not_engaged") if _asked(row) in idle else row for row in rows]
+
+
+def _asked(row: Row) -> tuple[int | None, str | None, str | None]:
+    """What the rows share that one engaged row speaks for: the context, and of questions the time and the task."""
+    return row.context, row.question, None if row.question is None else row.protocol
 
 
 def _noted(row: Row, note: str | None) -> Row:

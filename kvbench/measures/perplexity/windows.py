@@ -174,7 +174,7 @@ def _rows(method: MethodRun, scores: dict[str, Scores], context: RunContext, set
 
 def _note(method: MethodRun, mine: Scores, context: RunContext, settings: Perplexity) -> str:
     prompt = "an empty cache" if settings.protocol == "stream" else str(settings.context)
-    begun = "no BOS added" if context.bos is None else "the first is BOS"
+    begun = {0: "no BOS added", 1: "the first is BOS"}.get(len(context.bos), f"the first {len(context.bos)} are BOS")
     parts = [f"{settings.windows} windows of {prompt} + {settings.tokens} tokens, {begun}"]
     if settings.protocol == "chunked":
         parts.append(f"approximate: blocks of {settings.chunk} tokens, evicted and quantised after each block only")

@@ -220,6 +220,8 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
 
 
 Part = Dense | Packed | Coded | Split | Paged
+Parts = Sequence[Part]
+"""Keys or values of one store, in slot order."""
 
 
 def is_packed(part: Part) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.cpu_parts import NOTHING, last_channels, pack_parts, width
+from kvbench.kernels.cpu_parts import NOTHING, last_channels, pack_parts
 from kvbench.kernels.options import NO_OPTIONS, AttendOptions
-from kvbench.kernels.parts import Paged, Parts
+from kvbench.kernels.parts import Paged, Parts, head_dim
 from kvbench.kernels.prefill import Scoring
 
 NAME = "cpu-c++"
@@ -72,8 +72,8 @@ class CpuKernel:
         if parts is None or (apart and n_sink) or options.lengths is not None:
             return reference.attend(query, keys, values, scoring, options)
         batch, heads, tokens, channels = query.shape
-        last_dim = width(apart[0]) if apart else 0
-        kv_heads, value_dim, slots = keys[0].kv_heads, width(values[0]), sum(part.length for part in keys)
+        last_dim = head_dim(apart[0]) if apart else 0
+        kv_heads, value_dim, slots = keys[0].kv_heads, head_dim(values[0]), sum(part.length for part in keys)
         group = heads // kv_heads
 
         queries = float_rows(query)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvbench.kernels import reference
 from kvbench.kernels.options import NO_OPTIONS, AttendOptions
-from kvbench.kernels.parts import Packed, Parts
+from kvbench.kernels.parts import Packed, Parts, head_dim
 from kvbench.kernels.prefill import Scoring
-from kvbench.kernels.triton_pieces import FLOATS, Work, head_dim, refused, sections_of, side_of, sinks_fit
+from kvbench.kernels.triton_pieces import FLOATS, Work, refused, sections_of, side_of, sinks_fit
 from kvbench.kernels.triton_plan import plan
 
 NAME = "triton"

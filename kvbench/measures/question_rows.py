@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvbench.measures.context import MethodRun
 from kvbench.measures.statistics import bounded_interval, bounds, units_of
 from kvbench.results.row import Row, with_flags
 
@@ -38,6 +39,23 @@ def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: in
     found = mean_over([a - b for a, b in zip(mine, full, strict=True)], seed, lowest=-1.0)
     flagged = with_flags(base, "better_than_full") if found["low"] > 0 else base
     return replace(flagged, unit="share", **found)
+
+
+def answers_of(
+    methods: Iterable[MethodRun], answers: Answers, when: str, prompt: int, score: str
+) -> list[dict[str, Any]]:
+    """What a sample records of each method: its name, store and knobs, its answer, and under `score` the score."""
+    given = ((method, answers[method.label, when][prompt]) for method in methods)
+    return [
+        {
+            "method": method.row.method,
+            "store": method.row.store,
+            "knobs": method.knobs,
+            "answer": answer.text,
+            score: answer.score,
+        }
+        for method, answer in given
+    ]
 
 
 def answer_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:

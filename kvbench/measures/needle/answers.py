@@ -17,7 +17,7 @@ from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, engagement, mean_over
+from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, answers_of, engagement, mean_over
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -159,16 +159,7 @@ def _sample(
         "references": list(prompt.draft.references),
         "sha256": token_hash(prompt.ids + prompt.question),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "methods": [
-            {
-                "method": method.row.method,
-                "store": method.row.store,
-                "knobs": method.knobs,
-                "answer": answers[method.label, when][i].text,
-                "hit": answers[method.label, when][i].score,
-            }
-            for method in methods
-        ],
+        "methods": answers_of(methods, answers, when, i, "hit"),
     }
     if context.save_tokens:
         sample["ids"], sample["question_ids"] = prompt.ids, prompt.question

@@ -16,7 +16,7 @@ from kvbench.cache.decode import generate
 from kvbench.measures.context import MethodRun, Result, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, engagement, mean_over
+from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, answers_of, engagement, mean_over
 from kvbench.measures.tasks import Tasks
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -134,16 +134,7 @@ def _record(
         "tokens": len(prompt[0]),
         "sha256": token_hash(prompt[0] + prompt[1]),
         "references": sample.references,
-        "methods": [
-            {
-                "method": method.row.method,
-                "store": method.row.store,
-                "knobs": method.knobs,
-                "answer": answers[method.label, when][i].text,
-                "score": answers[method.label, when][i].score,
-            }
-            for method in methods
-        ],
+        "methods": answers_of(methods, answers, when, i, "score"),
     }
     if context.save_tokens:
         found["ids"], found["question_ids"] = prompt

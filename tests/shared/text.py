@@ -11,8 +11,10 @@ import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -125,6 +127,18 @@ def value(rows: list[Row], method: str, metric: str, **where: Any) -> float:
     (only,) = found
     assert only is not None
     return only
+
+
+def limit_prefill(monkeypatch: pytest.MonkeyPatch, module: ModuleType, most: int) -> None:
+    """Let `module.prefill` run out of memory for prompts of `most` tokens and more."""
+    prefill = module.prefill
+
+    def limited(model: PreTrainedModel, ids: Tensor, *rest: Any) -> Any:
+        if ids.shape[1] >= most:
+            raise torch.OutOfMemoryError("too long")
+        return prefill(model, ids, *rest)
+
+    monkeypatch.setattr(module, "prefill", limited)
 
 
 ERRORS: dict[str, type[BaseException]] = {

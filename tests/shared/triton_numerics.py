@@ -264,7 +264,7 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
         (query, packed(key, "channel", 2, 8), [Dense(value)], "groups of 8 codes of 2 bits"),
         (query, packed(key, "token", 3, 32), [Dense(value)], "groups of 32 codes of 3 bits"),
         (query, coded(key, value)[0], coded(key[..., :16], value[..., :16], (3, 3))[1], "groups of 16 codes of 3 bits"),
-        (query, [Dense(key.mT.contiguous().mT)], [Dense(value)], "neighbours"),
+        (query, [Dense(key.mT.contiguous().mT)], [Dense(value)], "adjacent"),
     ]
     for q, keys, values, reason in cases:
         assert reason in str(refusal(q, keys, values))

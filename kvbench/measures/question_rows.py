@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbench.measures.context import MethodRun
+from kvbench.measures.result import engagement_rows
 from kvbench.measures.statistics import bounded_interval, bounds, units_of
 from kvbench.results.row import Row, with_flags
 
@@ -77,5 +78,5 @@ class FromCache(Protocol):
 def engagement(base: Row, answers: Collection[FromCache]) -> Iterator[Row]:
     """Rows engaged and kept_tokens: means over the answers."""
     n = len(answers)
-    yield replace(base, metric="engaged", unit="share", value=sum(answer.engaged for answer in answers) / n)
-    yield replace(base, metric="kept_tokens", unit="tokens", value=sum(answer.kept for answer in answers) / n)
+    engaged, kept = sum(answer.engaged for answer in answers), sum(answer.kept for answer in answers)
+    yield from engagement_rows(base, engaged / n, kept / n)

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvbench.cache.build import Method
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
+from kvbench.measures.result import Result
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi

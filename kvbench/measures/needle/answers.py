@@ -13,11 +13,12 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import generate
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, answers_of, engagement, mean_over
+from kvbench.measures.result import Result
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags

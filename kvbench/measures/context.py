@@ -37,14 +37,6 @@ class MethodRun:
         return self.row.method == "full" and self.row.store == "dense"
 
 
-@dataclass(frozen=True)
-class Result:
-    """Rows and samples that are complete and can be written."""
-
-    rows: list[Row] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-
-
 @dataclass
 class Journal:
     """What happened while measures ran.

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbench.cache.decode import Continuation
+from kvbench.measures.context import MethodRun
+from kvbench.measures.result import engagement_rows
 from kvbench.measures.statistics import bounded_interval, bounds, units_of
 from kvbench.results.row import Row, with_flags
 
@@ -59,6 +61,23 @@ def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: in
     return replace(flagged, unit="share", **found)
 
 
+def answers_of(
+    methods: Iterable[MethodRun], answers: Answers, when: str, prompt: int, score: str
+) -> list[dict[str, Any]]:
+    """What a sample records of each method: its name, store and knobs, its answer, and under `score` the score."""
+    given = ((method, answers[method.label, when][prompt]) for method in methods)
+    return [
+        {
+            "method": method.row.method,
+            "store": method.row.store,
+            "knobs": method.knobs,
+            "answer": answer.text,
+            score: answer.score,
+        }
+        for method, answer in given
+    ]
+
+
 def answer_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
     """The text of an answer up to its end token, without special tokens."""
     stop = next((t for t, token in enumerate(tokens) if token in ends), None)
@@ -86,5 +105,5 @@ def finite_flags(answers: Iterable[FromCache]) -> list[str]:
 def engagement(base: Row, answers: Collection[FromCache]) -> Iterator[Row]:
     """Rows engaged and kept_tokens: means over the answers."""
     n = len(answers)
-    yield replace(base, metric="engaged", unit="share", value=sum(answer.engaged for answer in answers) / n)
-    yield replace(base, metric="kept_tokens", unit="tokens", value=sum(answer.kept for answer in answers) / n)
+    engaged, kept = sum(answer.engaged for answer in answers), sum(answer.kept for answer in answers)
+    yield from engagement_rows(base, engaged / n, kept / n)

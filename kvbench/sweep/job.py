@@ -13,7 +13,7 @@ from kvbench.measures.context import Journal, MethodRun, RunContext
 from kvbench.results.claims import Claims, beating
 from kvbench.results.folder import RunFolder
 from kvbench.results.ledger import DONE, Ledger, Record, latest_status, record_rows, reusable_record
-from kvbench.results.row import KNOBS, Row, with_flags
+from kvbench.results.row import KNOBS, Row, is_exact, with_flags
 from kvbench.results.run_files import STATUS
 from kvbench.sweep.cells import Cell, Part
 from kvbench.sweep.plan import Job
@@ -71,9 +71,6 @@ Outcomes = dict[str, tuple[Sequence[Row], dict[str, Any]]]
 """By cell id: its rows, and the fields to set in its record."""
 
 Pair = tuple[MethodRun, Cell]
-
-NEVER_COMPRESS = ("full", "recompute")
-"""Methods for which `engaged` = 0 is no fault: they hold every token exactly, or none at all."""
 
 
 def measure(work: Work, context: RunContext, folder: RunFolder) -> None:
@@ -172,7 +169,7 @@ def _outcome(
 
 def _flagged(method: MethodRun, rows: list[Row]) -> list[Row]:
     """The rows, flagged where the method never evicted or quantised anything, so that they are the full cache's."""
-    if method.row.method in NEVER_COMPRESS and method.row.store in ("dense", "paged"):
+    if is_exact(method.row):
         return rows
     idle = {_asked(row) for row in rows if row.metric == "engaged" and row.value == 0}
     return [with_flags(row, "not_engaged") if _asked(row) in idle else row for row in rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,12 @@ from kvbench.measures.fidelity.continuations import continue_prompts, divergence
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.results.row import flags_of
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
+from tests.shared.text import Breaks, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 16
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
 TEXT = torch.randint(97, (1_000,), generator=torch.Generator().manual_seed(1))
 SINKS, BUDGET = 4, 36
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,17 +36,11 @@ from kvbench.measures.latency.decode_times import (
 from kvbench.measures.latency.generation import FIXED
 from kvbench.results.row import Row, flags_of
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
+from tests.shared.text import Breaks, limit_prefill, methods, rows_of, run_context_of, value
 
 CONTEXT = 40
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
 TEXT = torch.randint(97, (500,), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 def settings(**changes: Any) -> Latency:
@@ -448,14 +442,7 @@ def test_a_method_that_breaks_while_its_cache_is_built() -> None:
 
 
 def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = measured.prefill
-
-    def too_long(model: Any, ids: Any, *rules: Any) -> Any:
-        if ids.shape[1] >= CONTEXT:
-            raise torch.OutOfMemoryError("too long")
-        return prefill(model, ids, *rules)
-
-    monkeypatch.setattr(measured, "prefill", too_long)
+    limit_prefill(monkeypatch, measured, CONTEXT)
     here = bench(methods("full", "h2o"))
     rows = rows_of(time_decoding(here, settings(contexts=[20, CONTEXT])))
     assert {(row.method, row.context) for row in rows} == {("full", 20), ("h2o", 20)}

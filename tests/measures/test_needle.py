@@ -7,7 +7,6 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -36,7 +35,7 @@ from tests.shared.text import (
     CHARACTERS,
     Breaks,
     character_tokenizer,
-    light,
+    limit_prefill,
     methods,
     prose,
     rows_of,
@@ -49,12 +48,6 @@ TEXT = torch.tensor(TOKENIZER(prose(3_000))["input_ids"])
 MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
 LENGTH = 120
 ANSWER_TOKENS = TASKS["single_number"].answer_tokens
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -407,14 +400,7 @@ def test_a_baseline_that_broke_half_way_calls_nothing_uninformative() -> None:
 
 
 def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = prefills.prefill
-
-    def too_long(model: Any, ids: Tensor, *rest: Any) -> Any:
-        if ids.shape[1] >= LENGTH:
-            raise torch.OutOfMemoryError("too long")
-        return plain(model, ids, *rest)
-
-    monkeypatch.setattr(prefills, "prefill", too_long)
+    limit_prefill(monkeypatch, prefills, LENGTH)
     here = bench(methods("full", "h2o"))
     rows = rows_of(ask_needles(here, settings(lengths=[LENGTH, 90])))
     assert {(row.method, row.context) for row in rows} == {("full", 90), ("h2o", 90)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +31,7 @@ from kvbench.models.load import LoadedModel
 from kvbench.results.row import flags_of
 from tests.shared.models import random_llama
 from tests.shared.scoring import CONTEXT, MODEL, TEXT, TOKENS, bench, plain_nll, settings
-from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
+from tests.shared.text import Breaks, methods, rows_of, run_context_of, value
 
 
 def stored_logits(method: Method, ids: Tensor, context: int) -> np.ndarray:

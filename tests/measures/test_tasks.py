@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,10 @@ from kvbench.texts.answer_metrics import (
 from kvbench.texts.prompts import Template
 from kvbench.texts.task_sets import NAMES, Sample, check_tasks, encode, files_fingerprint, load_samples
 from tests.shared.models import random_llama
-from tests.shared.text import character_tokenizer, light, methods, prose, rows_of, run_context_of, value
+from tests.shared.text import character_tokenizer, methods, prose, rows_of, run_context_of, value
 
 TOKENIZER = character_tokenizer()
 MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 def settings(path: Path | None, **changes: Any) -> Tasks:

@@ -15,11 +15,12 @@ import numpy as np
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.fidelity import Fidelity
 from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import engagement, finite_flags, tokens_of
+from kvbench.measures.result import Result
 from kvbench.measures.statistics import Units, bounded_interval, bounds, mean_interval, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags

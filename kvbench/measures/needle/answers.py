@@ -14,7 +14,7 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity.windows import token_hash
@@ -23,11 +23,13 @@ from kvbench.measures.question_rows import (
     Answers,
     above_full,
     answer_text,
+    answers_of,
     engagement,
     finite_flags,
     mean_over,
     tokens_of,
 )
+from kvbench.measures.result import Result
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -171,16 +173,7 @@ def _sample(
         "references": list(prompt.draft.references),
         "sha256": token_hash(prompt.ids + prompt.question),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "methods": [
-            {
-                "method": method.row.method,
-                "store": method.row.store,
-                "knobs": method.knobs,
-                "answer": answers[method.label, when][i].text,
-                "hit": answers[method.label, when][i].score,
-            }
-            for method in methods
-        ],
+        "methods": answers_of(methods, answers, when, i, "hit"),
     }
     if context.save_tokens:
         sample["ids"], sample["question_ids"] = prompt.ids, prompt.question

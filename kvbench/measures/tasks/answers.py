@@ -14,7 +14,7 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import (
@@ -22,11 +22,13 @@ from kvbench.measures.question_rows import (
     Answers,
     above_full,
     answer_text,
+    answers_of,
     engagement,
     finite_flags,
     mean_over,
     tokens_of,
 )
+from kvbench.measures.result import Result
 from kvbench.measures.tasks import Tasks
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -146,16 +148,7 @@ def _record(
         "tokens": len(prompt[0]),
         "sha256": token_hash(prompt[0] + prompt[1]),
         "references": sample.references,
-        "methods": [
-            {
-                "method": method.row.method,
-                "store": method.row.store,
-                "knobs": method.knobs,
-                "answer": answers[method.label, when][i].text,
-                "score": answers[method.label, when][i].score,
-            }
-            for method in methods
-        ],
+        "methods": answers_of(methods, answers, when, i, "score"),
     }
     if context.save_tokens:
         found["ids"], found["question_ids"] = prompt

@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from kvbench.cache.rule import KEEP, KeepRule
     from kvbench.cache.store import Store
     from kvbench.harness.adapter import KVBenchLM
-    from kvbench.measures.measure import Measure
+    from kvbench.measures.measure import Measure, setting
+    from kvbench.measures.result import Result
+    from kvbench.results.headline import Headline
     from kvbench.results.loading import load
 
 __version__ = "0.1.0"
 __all__ = [
     "KEEP",
+    "Headline",
     "KVBenchLM",
     "KeepRule",
     "Measure",
     "Method",
     "Observation",
+    "Result",
     "Store",
     "build_cache",
     "calibrate",
@@ -38,6 +42,7 @@ __all__ = [
     "load_method",
     "load_model",
     "prefill",
+    "setting",
 ]
 
 # torch's threads spin for a millisecond at every barrier before they sleep. Where another process has one of the cores
@@ -65,6 +70,9 @@ _HOMES = {
     "load": "kvbench.results.loading",
     "KVBenchLM": "kvbench.harness.adapter",
     "Measure": "kvbench.measures.measure",
+    "setting": "kvbench.measures.measure",
+    "Result": "kvbench.measures.result",
+    "Headline": "kvbench.results.headline",
 }
 
 

@@ -37,6 +37,9 @@ def check_switches(config: DictConfig) -> None:
         torch.set_num_threads(config.threads)
 
 
+NO_BOS = "type data.bos=none to leave them out"
+
+
 def check_measures_fit(measures: Sequence[Measure], target: Target) -> None:
     """Raise UserError where a measure needs more text, positions or words than there are, or counts a sample twice."""
     tokens, limit = len(target.tokens), target.shape.max_positions
@@ -49,6 +52,8 @@ def check_measures_fit(measures: Sequence[Measure], target: Target) -> None:
         if (needs := measure.needed_tokens()) is None:
             continue
         key, needed = needs
+        if min(measure.prompts(), default=needed) < len(target.bos):
+            raise UserError(f"{key}: a prompt is shorter than the {len(target.bos)} tokens that begin a text; {NO_BOS}")
         if needed > tokens:
             raise UserError(
                 f"{key} needs {needed} tokens and data={target.text.name} has {tokens}; type a smaller {key}"

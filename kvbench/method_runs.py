@@ -32,7 +32,7 @@ def method_runs(
     text: Text,
     config: DictConfig,
     progress: Progress,
-    bos: int | None,
+    bos: tuple[int, ...],
 ) -> list[MethodRun]:
     """Each method with a label of its own and the columns that all its rows share."""
     base = base_row(loaded, text, config.seed, bos)
@@ -47,7 +47,7 @@ def method_runs(
     return runs
 
 
-def base_row(loaded: LoadedModel, text: Text, seed: int, bos: int | None) -> Row:
+def base_row(loaded: LoadedModel, text: Text, seed: int, bos: tuple[int, ...]) -> Row:
     """What the rows of all methods of a run have in common."""
     return Row(
         model=loaded.name,
@@ -61,7 +61,7 @@ def base_row(loaded: LoadedModel, text: Text, seed: int, bos: int | None) -> Row
         device=device_name(loaded.device),
         threads=torch.get_num_threads(),
         seed=seed,
-        bos="none" if bos is None else "first",
+        bos="first" if bos else "none",
         tokenizer=tokenizer_hash(loaded.tokenizer),
     )
 

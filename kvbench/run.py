@@ -37,7 +37,7 @@ from kvbench.results.row import Row, with_flags
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Work, measure
 from kvbench.sweep.plan import Job, measures_of, node_of
-from kvbench.texts.load import bos_token, data_spec, load_text, tokenize
+from kvbench.texts.load import bos_tokens, data_spec, load_text, tokenize
 
 
 def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
@@ -69,7 +69,7 @@ def target_of(config: DictConfig) -> Target:
     spec, text = model_spec(node_of(config, "model")), load_text(node_of(config, "data"))
     shape, tokenizer = describe(spec), load_tokenizer(spec)
     tokens = tokenize(text, tokenizer, shape.vocab_size)
-    bos = bos_token(data_spec(node_of(config, "data")).bos, tokenizer)
+    bos = bos_tokens(data_spec(node_of(config, "data")).bos, tokenizer)
     return Target(spec, shape, text, tokens, tokenizer, bos, config.seed)
 
 

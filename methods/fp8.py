@@ -1,13 +1,12 @@
 """8-bit floats: e4m3 with one scale per head."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store, scatter_rows
-from kvbench.kernels.parts import Dense, Part
+from kvbench.cache.store import Buffer, DenseSlots, SlotShape, Store, scatter_rows
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -35,14 +34,13 @@ class Fp8(Store):
         return shape.batch * shape.kv_heads * (shape.slots * (shape.key_dim + shape.value_dim) + 2 * 4)
 
 
-class Fp8Slots(Slots):
+class Fp8Slots(DenseSlots):
     """e4m3 rows [B, Hkv, S, D], and a float32 scale [B, Hkv, 1, 1] for keys and one for values."""
 
     def __init__(self, shape: SlotShape) -> None:
-        lead = (shape.batch, shape.kv_heads)
-        self.keys = torch.empty(*lead, shape.slots, shape.key_dim, dtype=E4M3, device=shape.device)
-        self.values = torch.empty(*lead, shape.slots, shape.value_dim, dtype=E4M3, device=shape.device)
-        self.key_scale, self.value_scale = (torch.ones(*lead, 1, 1, device=shape.device) for _ in range(2))
+        super().__init__(shape, E4M3)
+        one_a_head = shape.batch, shape.kv_heads, 1, 1
+        self.key_scale, self.value_scale = (torch.ones(one_a_head, device=shape.device) for _ in range(2))
 
     def fill(self, key: Tensor, value: Tensor) -> None:
         self.fit(key, value)
@@ -68,19 +66,6 @@ class Fp8Slots(Slots):
 
     def restore_output(self, output: Tensor) -> Tensor:
         return scaled(output, self.value_scale)
-
-    @property
-    def has_quantised(self) -> bool:
-        return self.length > 0
-
-    def key_parts(self) -> Sequence[Part]:
-        return [Dense(self.keys[:, :, : self.length])]
-
-    def value_parts(self) -> Sequence[Part]:
-        return [Dense(self.values[:, :, : self.length])]
-
-    def captured(self) -> CapturedSlots:
-        return CapturedSlots(self, [Dense(self.keys)], [Dense(self.values)])
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         for rows in (self.keys, self.values):

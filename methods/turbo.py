@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.cache.codebook import CodedRows, packed_together
+from kvbench.cache.codebook import CodedRows, codebook_bytes, packed_together
 from kvbench.cache.groups import check_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
@@ -23,7 +23,8 @@ class Turbo(Store):
     A key or value x of D channels is rotated at random (random signs, then a Hadamard matrix). Each coordinate of
     sqrt(D) x / |x| is then close to a standard normal number for any x. It is held as the index of the nearest level of
     the Lloyd-Max codebook for standard normal numbers, and |x| / sqrt(D) is held in 16 bits. Groups have no scale or
-    minimum. Bits per value: bits + 16 / D. Single slots can be overwritten.
+    minimum. Bits per value: bits + 16 / D, and the codebooks once a layer (248 bytes
+    for 4 bits). Single slots can be overwritten.
     """
 
     k_bits: int = 4
@@ -41,7 +42,8 @@ class Turbo(Store):
 
     def planned_bytes(self, shape: SlotShape) -> int:
         bits = self.k_bits * shape.key_dim + self.v_bits * shape.value_dim
-        return shape.batch * shape.kv_heads * shape.slots * (bits // 8 + 2 * 2)
+        rows = shape.batch * shape.kv_heads * shape.slots * (bits // 8 + 2 * 2)
+        return rows + codebook_bytes(self.k_bits) + codebook_bytes(self.v_bits)
 
 
 class TurboSlots(Slots):

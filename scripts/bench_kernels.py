@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.kernels import choose
 from kvbench.kernels.compile import load
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.prefill import Scoring
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.per_token import PerToken
@@ -101,8 +102,10 @@ def ours(name: str, store: Store, query: Tensor, key: Tensor, value: Tensor, pro
     bytes_read = sum(buffer.tensor.nbytes for buffer in first.buffers(first.length))
     distinct = [first, *(copy.deepcopy(first) for _ in range(copies(bytes_read) - 1))]
 
+    options = AttendOptions(want_probabilities=probabilities)
+
     def attend(held: Slots) -> object:
-        return kernel.attend(query, held.key_parts(), held.value_parts(), scoring, want_probabilities=probabilities)
+        return kernel.attend(query, held.key_parts(), held.value_parts(), scoring, options)
 
     return Contender(f"ours, {name}", [lambda held=held: attend(held) for held in distinct], bytes_read)
 

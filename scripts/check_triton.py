@@ -17,6 +17,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the cases that the tests use
 
 from kvbench.kernels import reference
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel, available, refusal
 from tests.shared.triton_cases import (
@@ -62,7 +63,7 @@ def masked(dtype: torch.dtype) -> Errors:
     query, key, value = draw(dtype, 1000, q=3)
     visible = torch.rand(2, 2, 3, 1000, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.4
     visible[..., 5] = True
-    return errors(query, per_token(key, value), visible=visible)
+    return errors(query, per_token(key, value), options=AttendOptions(visible))
 
 
 def scored(dtype: torch.dtype) -> Errors:
@@ -73,7 +74,7 @@ def scored(dtype: torch.dtype) -> Errors:
 
 def sinks_in_place(kind: str, dtype: torch.dtype) -> Errors:
     query, key, value = draw(dtype, 1000)
-    return errors(query, store(kind, key, value), sink_query=query.flip(-1), n_sink=4)
+    return errors(query, store(kind, key, value), options=AttendOptions(sink_query=query.flip(-1), n_sink=4))
 
 
 def transposed(dtype: torch.dtype) -> Errors:
@@ -88,10 +89,10 @@ def replayed(dtype: torch.dtype) -> Errors:
     slots = kivi_slots(key[:, :, :first], value[:, :, :first], (4, 4), 32, residual, capacity=1024)
     parts, lengths = whole_kivi(slots)
     kernel, scoring = TritonKernel(), Scoring(query.shape[3] ** -0.5)
-    kernel.attend(query, *parts, scoring, lengths=lengths)  # compiles, which a capture cannot
+    kernel.attend(query, *parts, scoring, AttendOptions(lengths=lengths))  # compiles, which a capture cannot
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output, probabilities = kernel.attend(query, *parts, scoring, lengths=lengths)
+        output, probabilities = kernel.attend(query, *parts, scoring, AttendOptions(lengths=lengths))
     worst = (0.0, 0.0)
     for token in range(first, last):
         slots.settle()

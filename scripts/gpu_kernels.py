@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from the checkout, installed or not
 
 from kvbench.kernels import REFERENCE, LengthsKernel, choose
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import Axis, Dense, Packed, Part
 from kvbench.kernels.prefill import Scoring
 from scripts.gpu_timing import copies, device_name, device_of, parser, read_bandwidth, save, seconds
@@ -131,7 +132,8 @@ def ours_over(
 
     def attend(cache: Cache) -> object:
         keys, values, filled = cache
-        return kernel.attend(query, keys, values, scoring, want_probabilities=probabilities, lengths=filled)
+        options = AttendOptions(want_probabilities=probabilities, lengths=filled)
+        return kernel.attend(query, keys, values, scoring, options)
 
     yield f"ours, {name}", read, [lambda c=cache: attend(c) for cache in caches]
 

@@ -20,35 +20,15 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.models.load import LoadedModel, load_model, model_spec
 from kvbench.models.reach import Reach
+from tests.shared.families import COMMON, LONGROPE
 
 pytestmark = pytest.mark.engine
 
-TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def loaded_of(kind: str, **settings: Any) -> LoadedModel:
-    node = {"random": {"model_type": kind, **TINY, **settings}, "device": "cpu"}
+    node = {"random": {"model_type": kind, **COMMON, **settings}, "device": "cpu"}
     return load_model(model_spec(node))
 
 
@@ -215,7 +195,7 @@ def test_a_model_that_does_not_run_on_the_cache_is_refused_by_name(monkeypatch: 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_every_dtype_passes(dtype: str) -> None:
-    node = {"random": {"model_type": "gemma3_text", **TINY, "head_dim": 16, "sliding_window": 100}, "device": "cpu"}
+    node = {"random": {"model_type": "gemma3_text", **COMMON, "head_dim": 16, "sliding_window": 100}, "device": "cpu"}
     assert gate(load_model(model_spec({**node, "dtype": dtype}))).steps == 32
 
 

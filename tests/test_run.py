@@ -254,14 +254,14 @@ def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape(max_positions: int | None) -> Any:
-    return type("Shape", (), {"max_positions": max_positions})
+    return type("Shape", (), {"max_positions": max_positions, "frequency_change": None})
 
 
 def refusal(measure: Measure, tokens: int, positions: int | None = None) -> str | None:
     text: Any = type("Text", (), {"name": "t"})
     spec: Any = type("Spec", (), {"name": "m", "random": {}})
     try:
-        check_measures_fit([measure], Target(spec, shape(positions), text, torch.zeros(tokens), None, None, 0))
+        check_measures_fit([measure], Target(spec, shape(positions), text, torch.zeros(tokens), None, (), 0))
     except UserError as error:
         return str(error)
     return None

@@ -44,12 +44,13 @@ class CapturedLayer(EngineLayer):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the newest token over the slots, [B, Hq, 1, Dv]; then eviction and quantisation."""
         view = SlotView(
-            partial(self.kernel.attend, lengths=self.device.lengths),
+            self.kernel.attend,
             self.slots.key_parts(),
             self.slots.value_parts(),
             self.layer.capacity,
             self._visible(scoring),
             self.device.evicted,
+            self.device.lengths,
         )
         output = self.layer.attended(query, scoring, view, self.reads)
         if self.evicts:

@@ -51,9 +51,17 @@ class CodedRows:
         return Coded(self.codes[:, :, :n], self.norm[:, :, :n], self.levels, self.bits, self.group_size)
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
-        """Codes and norms, with the share in use when `kept` rows count. The levels are the store's, not the data's."""
+        """Codes and norms, with the share in use when `kept` rows count, and the codebook, always in use."""
         yield Buffer("codes", self.codes, kept / self.codes.shape[2])
         yield Buffer("scales", self.norm, kept / self.norm.shape[2])
+        yield Buffer("scales", self.levels, 1.0)
+        yield Buffer("scales", self.borders, 1.0)
+
+
+def codebook_bytes(bits: int) -> int:
+    """Bytes of the 2^bits levels and of the borders between them, in float32."""
+    levels = 1 << bits
+    return 4 * (levels + levels - 1)
 
 
 def packed_together(width: int) -> int:

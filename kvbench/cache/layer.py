@@ -13,6 +13,7 @@ from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer, Slots
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import Part
 from kvbench.kernels.prefill import Scoring
 
@@ -23,6 +24,7 @@ class SlotView:
 
     attend: the kernel's function. visible: bool [B, Hkv, q, S], which slots each token sees; None: all see all.
     evicted: tokens evicted so far, a number or int64 []; None where the rule counts no positions inside the cache.
+    lengths: see `AttendOptions`; given where the parts span whole buffers.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -31,6 +33,7 @@ class SlotView:
     slots: int
     visible: Tensor | None
     evicted: int | Tensor | None
+    lengths: Tensor | None = None
 
 
 class SlotLayer(EngineLayer):
@@ -168,16 +171,10 @@ class SlotLayer(EngineLayer):
         sink_query = None
         if self.n_sink and view.evicted is not None and self.rotate_back is not None:
             sink_query = self.slots.transform_query(self.rotate_back(query, view.evicted))
-        output, probabilities = view.attend(
-            self.slots.transform_query(query),
-            view.keys,
-            view.values,
-            scoring,
-            visible=view.visible,
-            sink_query=sink_query,
-            n_sink=0 if sink_query is None else self.n_sink,
-            want_probabilities=reads,
-        )
+        n_sink = 0 if sink_query is None else self.n_sink
+        options = AttendOptions(view.visible, sink_query, n_sink, reads, view.lengths)
+        query = self.slots.transform_query(query)
+        output, probabilities = view.attend(query, view.keys, view.values, scoring, options)
         if self.scores is not None and probabilities is not None and reads:
             used = self.scores[..., : view.slots]
             shared = shared_by_heads(probabilities[..., : view.slots], used.shape[1])

@@ -15,6 +15,7 @@ from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import block_rows
 from kvbench.kernels.prefill import Scoring
 
@@ -126,8 +127,7 @@ class RaggedLayer(EngineLayer):
             [self.pool.keys(*where)],
             [self.pool.values(*where)],
             scoring,
-            visible=visible,
-            want_probabilities=reads,
+            AttendOptions(visible, want_probabilities=reads),
         )
         if reads and self.scores is not None and probabilities is not None:
             rows, written = self._rows(slots)

@@ -169,7 +169,7 @@ def rotate_back(model: nn.Module, layer: int, instead: str = IN_CACHE) -> Rotate
         raise UserError(f"{family} rotates its queries in a way of its own: {instead}")
     rotate = RotateBack(embed, apply, layer_type, scaling)
     if not _takes_back(rotate, _head_dim(model)):
-        raise UserError(f"{family} rotates its queries in a way that does not compose: {instead}")
+        raise UserError(f"{family} {_why_not(rotate, _head_dim(model))}: {instead}")
     if not _turns_what_is_cached(model, layer, rotate):
         raise UserError(f"{family} changes queries and keys after their rotation (a norm, for one): {instead}")
     return rotate
@@ -211,6 +211,15 @@ def _skips_layers(model: nn.Module) -> bool:
 def _head_dim(model: nn.Module) -> int:
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _why_not(rotate: RotateBack, head_dim: int) -> str:
+    """What a family does whose rotation `_takes_back` cannot take off."""
+    start = torch.zeros(1, 1, 1, head_dim, device=next(rotate.embed.buffers()).device)
+    rotary_dim = rotate.angles(start, 0)[0].shape[-1]
+    if rotary_dim < head_dim:
+        return f"has partial rotary embeddings ({rotary_dim} of {head_dim} channels), which cannot be taken off here"
+    return "rotates its queries in a way that does not compose"
 
 
 def _takes_back(rotate: RotateBack, head_dim: int) -> bool:

@@ -14,6 +14,7 @@ from kvbench.cache.mla import Latents
 from kvbench.cache.record import LayerRecord, PrefillRecord
 from kvbench.cache.state import in_model_order
 from kvbench.kernels import reference
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import Dense
 from kvbench.kernels.prefill import Scoring
 
@@ -70,7 +71,8 @@ class ShadowLayer(CacheLayerMixin):
             cos, sin = (angle.to(keys.dtype) for angle in turn.angles(query, layer.evicted))
             sinks = keys[:, :, :n_sink]
             keys = torch.cat([turn.apply(sinks, sinks, cos, sin)[1], keys[:, :, n_sink:]], dim=2)
-        output, _ = reference.attend(query, [Dense(keys)], [Dense(self.values)], scoring, visible.unsqueeze(2))
+        options = AttendOptions(visible.unsqueeze(2))
+        output, _ = reference.attend(query, [Dense(keys)], [Dense(self.values)], scoring, options)
         return output
 
     def get_seq_length(self) -> int:

@@ -5,7 +5,8 @@ import shlex
 import sys
 import tempfile
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -61,7 +62,7 @@ def run_sweep(arguments: list[str], sources: ConfigSources) -> int:
     """Plan the sweep and run it; the run folders, not the launcher, tell what became of each job."""
     words, launcher = sweep_words(arguments, sources), launcher_of(arguments)
     codes: list[int] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         if any(word.split("=")[0] in ("-c", "--cfg", "-i", "--info") for word in words):
             run_hydra(words, sources, codes)
             return 0
@@ -94,6 +95,20 @@ def run_sweep(arguments: list[str], sources: ConfigSources) -> int:
     print(describe(found))
     print(f"report: python -m kvbench.report {shlex.quote(str(sweep.folder))}")
     return EXIT_SOME_FAILED if not found.complete else EXIT_USER_ERROR if found.refused else 0
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """A temporary folder for what Hydra writes. Raises UserError where none can be made."""
+    try:
+        made = tempfile.TemporaryDirectory()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(
+            f"no temporary folder can be made ({reason}); make room in it, or set TMPDIR to another folder"
+        ) from error
+    with made as folder:
+        yield folder
 
 
 def run_hydra(words: list[str], sources: ConfigSources, codes: list[int], sweep: Sweep | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvbench.config.error_lines import several
 from kvbench.config.knobs import GROUPS, MEASURES, PRESETS
-from kvbench.config.sources import ConfigSources
+from kvbench.config.sources import TEXT_KEYS, ConfigSources
 from kvbench.errors import UserError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -68,7 +68,8 @@ def check_override(word: str, sources: ConfigSources) -> None:
         raise UserError(f"{word}: Hydra's settings are set one by one; type hydra/launcher=joblib, for example")
     if key == "measure" and value.startswith("{"):
         raise UserError(f"{word} is not a list; type measure='[{next(iter(sources.files(MEASURES)))}]', for example")
-    if large := next(filter(is_beyond_64_bits, INTEGER.findall(value)), None):
+    is_text = key.lstrip("+") in TEXT_KEYS
+    if not is_text and (large := next(filter(is_beyond_64_bits, INTEGER.findall(value)), None)):
         raise UserError(f"{key}={large} does not fit into 64 bits; type a smaller number")
     if key in (*GROUPS, PRESETS):
         check_choice(key, value.strip("'\""), sources)

@@ -30,6 +30,15 @@ from kvbench.errors import UserError
 PACKAGE = "kvbench.conf"
 SEARCHPATH = "hydra.searchpath"
 DIRECTORY_FLAGS = ("--config-dir", "-cd")
+TEXT_KEYS = (
+    *(f"model.{key}" for key in ("name", "id", "path", "fetched", "revision")),
+    *(f"data.{key}" for key in ("name", "id", "path", "fetched", "config", "split", "column")),
+    "tasks.path",
+    "harness.include_path",
+)
+"""Keys whose values are text, also where they look like a number."""
+NUMBER_LIKE = re.compile(r"[+-]?(?:\.?\d[\w.+-]*|inf|nan|true|false)", re.IGNORECASE)
+"""What Hydra may read as a number or a truth value. A name such as 7abc is among it, and is the same when quoted."""
 EVERY_GROUP = (*GROUPS, MEASURES, PRESETS)
 
 
@@ -106,7 +115,8 @@ class ConfigSources:
         """The words as Hydra has to read them.
 
         A knob that a yaml file declares is set whether the chosen method reads it or not, and a key whose default is
-        `{}` takes any mapping: both need `++`. The name of a config is text, also where it looks like a number.
+        `{}` takes any mapping: both need `++`. The name of a config and a value of TEXT_KEYS are text, also where they
+        look like a number (model.revision=1.10).
         """
         knobs, open_keys = self.knobs, self._open_keys()
         return [self._spelled(word, knobs, open_keys) for word in words]
@@ -118,6 +128,9 @@ class ConfigSources:
             return f"++{plain}{equals}{value}"
         if key in (*GROUPS, PRESETS) and re.fullmatch(r"[\w.-]+", value) and value not in self.files(key):
             return f"{key}={quoted(value)}"
+        if plain in TEXT_KEYS:
+            values = [quoted(one) if NUMBER_LIKE.fullmatch(one) else one for one in value.split(",")]
+            return f"{key}={','.join(values)}"
         return word
 
     def _open_keys(self) -> set[str]:

@@ -19,6 +19,7 @@ from kvbench.files import to_json, write_atomic
 from kvbench.harness.adapter import Counts, KVBenchLM
 from kvbench.harness.settings import Asked
 from kvbench.measures.context import MethodRun, failure
+from kvbench.measures.result import engagement_rows
 from kvbench.measures.statistics import bounded_interval, bounds, mean_interval, units_of, wilson
 from kvbench.method_runs import instantiate, method_runs
 from kvbench.models.load import load_model, model_spec
@@ -48,7 +49,7 @@ def evaluate(config: DictConfig, methods: list[MethodConfig], asked: Asked) -> i
     loaded = load_model(model_spec(node_of(config, "model")))
     # A constructor that refuses does so before anything is measured.
     models = [KVBenchLM(loaded, method, config.kernel, asked.max_gen_toks, asked.held_back) for _, method in made]
-    runs = method_runs(made, loaded, Text("", "", ""), config, Progress(), None)
+    runs = method_runs(made, loaded, Text("", "", ""), config, Progress(), ())
     label = "lm-eval-" + "-".join(method.label for method in methods if not method.is_baseline)[:50]
     resolved = {
         "harness": vars(asked),
@@ -196,8 +197,7 @@ def _interval(values: list[float], value: float, error: Any) -> dict[str, Any]:
 def _counted(base: Row, task: str, counts: Counts) -> Iterator[Row]:
     here = replace(base, dataset=task, n=counts.predicted)
     if counts.predicted:
-        yield replace(here, metric="engaged", value=counts.engaged / counts.predicted, unit="share")
-        yield replace(here, metric="kept_tokens", value=sum(counts.kept) / len(counts.kept), unit="tokens")
+        yield from engagement_rows(here, counts.engaged / counts.predicted, sum(counts.kept) / len(counts.kept))
 
 
 def _protocol(asked: Asked) -> str:

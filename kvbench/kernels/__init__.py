@@ -4,7 +4,6 @@
 """
 
 import os
-from collections.abc import Sequence
 from functools import cache
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +14,8 @@ from kvbench.errors import UserError
 from kvbench.kernels import reference
 from kvbench.kernels.compile import CannotCompile, load
 from kvbench.kernels.cpu import CpuKernel
-from kvbench.kernels.parts import Part
+from kvbench.kernels.options import NO_OPTIONS, AttendOptions
+from kvbench.kernels.parts import Parts
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel, available
 
@@ -30,44 +30,20 @@ class Kernel(Protocol):
         """What the rows' `kernel` column says."""
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Sequence[Part],
-        values: Sequence[Part],
-        scoring: Scoring,
-        visible: Tensor | None = None,
-        sink_query: Tensor | None = None,
-        n_sink: int = 0,
-        want_probabilities: bool = True,
+        self, query: Tensor, keys: Parts, values: Parts, scoring: Scoring, options: AttendOptions = NO_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and probabilities; the latter may be None unless `want_probabilities`."""
+        """Output and probabilities; the latter may be None unless they are wanted. `lengths` need a `LengthsKernel`."""
 
-    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+    def refusal(self, query: Tensor, keys: Parts, values: Parts) -> str | None:
         """Why `attend` passes such tensors to the reference; None if the kernel takes them."""
 
 
 @runtime_checkable
-class LengthsKernel(Protocol):
+class LengthsKernel(Kernel, Protocol):
     """A kernel that reads on the device how many slots of a buffer are filled, so its calls can be captured in a CUDA
     graph."""
 
-    @property
-    def name(self) -> str: ...
-
-    def attend(
-        self,
-        query: Tensor,
-        keys: Sequence[Part],
-        values: Sequence[Part],
-        scoring: Scoring,
-        visible: Tensor | None = None,
-        sink_query: Tensor | None = None,
-        n_sink: int = 0,
-        want_probabilities: bool = True,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
+    def refuses_lengths(self, query: Tensor, keys: Parts, values: Parts, n_sink: int) -> str | None:
         """Why `attend` cannot take `lengths` for whole buffers like these; None where it can."""
 
 
@@ -83,25 +59,16 @@ class ReferenceKernel:
         self.reason = reason
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Sequence[Part],
-        values: Sequence[Part],
-        scoring: Scoring,
-        visible: Tensor | None = None,
-        sink_query: Tensor | None = None,
-        n_sink: int = 0,
-        want_probabilities: bool = True,
-        lengths: Tensor | None = None,
+        self, query: Tensor, keys: Parts, values: Parts, scoring: Scoring, options: AttendOptions = NO_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
         """See `kvbench.kernels.reference.attend`."""
-        return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink, lengths)
+        return reference.attend(query, keys, values, scoring, options)
 
-    def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
+    def refuses_lengths(self, query: Tensor, keys: Parts, values: Parts, n_sink: int) -> str | None:
         """None: the reference takes all of them."""
         return None
 
-    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+    def refusal(self, query: Tensor, keys: Parts, values: Parts) -> str | None:
         """None: the reference takes all tensors."""
         return None
 

@@ -5,14 +5,14 @@ Calls that the kernel does not take (`kvbench.kernels.cpu_parts`), and float64, 
 
 import ctypes
 from array import array
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.cpu_parts import NOTHING, last_channels, pack_parts, width
-from kvbench.kernels.parts import Paged, Part
+from kvbench.kernels.cpu_parts import NOTHING, last_channels, pack_parts
+from kvbench.kernels.options import NO_OPTIONS, AttendOptions
+from kvbench.kernels.parts import Paged, Parts, head_dim
 from kvbench.kernels.prefill import Scoring
 
 NAME = "cpu-c++"
@@ -57,30 +57,23 @@ class CpuKernel:
         self._encode(numbers.buffer_info()[0])
         return codes, scale, minimum
 
-    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+    def refusal(self, query: Tensor, keys: Parts, values: Parts) -> str | None:
         """Why the kernel does not take such tensors; None where it takes them."""
         if pack_parts(query, keys, values) is not None:
             return None
         return "the compiled kernel does not take heads of this size in this store"
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Sequence[Part],
-        values: Sequence[Part],
-        scoring: Scoring,
-        visible: Tensor | None = None,
-        sink_query: Tensor | None = None,
-        n_sink: int = 0,
-        want_probabilities: bool = True,
+        self, query: Tensor, keys: Parts, values: Parts, scoring: Scoring, options: AttendOptions = NO_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
         """See `kvbench.kernels.reference.attend`; probabilities are None where they are not wanted."""
         parts, apart = pack_parts(query, keys, values), last_channels(keys)
-        if parts is None or (apart and n_sink):
-            return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
+        visible, sink_query, n_sink = options.visible, options.sink_query, options.n_sink
+        if parts is None or (apart and n_sink) or options.lengths is not None:
+            return reference.attend(query, keys, values, scoring, options)
         batch, heads, tokens, channels = query.shape
-        last_dim = width(apart[0]) if apart else 0
-        kv_heads, value_dim, slots = keys[0].kv_heads, width(values[0]), sum(part.length for part in keys)
+        last_dim = head_dim(apart[0]) if apart else 0
+        kv_heads, value_dim, slots = keys[0].kv_heads, head_dim(values[0]), sum(part.length for part in keys)
         group = heads // kv_heads
 
         queries = float_rows(query)
@@ -90,7 +83,7 @@ class CpuKernel:
         lengths = keys[0].lengths if isinstance(keys[0], Paged) else None
         lengths = None if lengths is None else lengths.contiguous()
         output = torch.empty(batch, heads, tokens, value_dim)
-        probabilities = torch.empty(batch, kv_heads, group, tokens, slots) if want_probabilities else None
+        probabilities = torch.empty(batch, kv_heads, group, tokens, slots) if options.want_probabilities else None
         call = array(
             "q",
             (

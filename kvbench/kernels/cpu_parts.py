@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, head_dim
 
 QUERIES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,8 +47,8 @@ def pack_parts(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> l
     if heads % kv_heads or heads // kv_heads * tokens > MOST_ROWS:
         return None
     first = [part.first_channels if isinstance(part, Split) else part for part in keys]
-    last_dim = width(apart[0]) if apart else 0
-    for side, columns in ((first, channels - last_dim), (values, width(values[0])), (apart, last_dim)):
+    last_dim = head_dim(apart[0]) if apart else 0
+    for side, columns in ((first, channels - last_dim), (values, head_dim(values[0])), (apart, last_dim)):
         if columns % 8 or columns > LARGEST_HEAD:
             return None
         for part in side:
@@ -166,14 +166,3 @@ def pack_coded(part: Coded, lead: tuple[int, int], columns: int) -> tuple[int, .
         2 * norm.stride(0),
         2 * norm.stride(1),
     )
-
-
-def width(part: Part) -> int:
-    """The head size of a part."""
-    if isinstance(part, Split):
-        return width(part.first_channels) + width(part.last_channels)
-    if isinstance(part, Paged):
-        return width(part.pool)
-    if isinstance(part, Dense):
-        return part.rows.shape[3]
-    return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)

@@ -220,6 +220,19 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
 
 
 Part = Dense | Packed | Coded | Split | Paged
+Parts = Sequence[Part]
+"""Keys or values of one store, in slot order."""
+
+
+def head_dim(part: Part) -> int:
+    """Channels of a head: D or Dv."""
+    if isinstance(part, Split):
+        return head_dim(part.first_channels) + head_dim(part.last_channels)
+    if isinstance(part, Paged):
+        return head_dim(part.pool)
+    if isinstance(part, Dense):
+        return part.rows.shape[3]
+    return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
 def is_packed(part: Part) -> bool:

@@ -1,39 +1,25 @@
 """Decode attention in plain torch: the reference that the fast kernels are tested against."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Dense, Paged, Part, Split, read_all, total_length
+from kvbench.kernels.options import NO_OPTIONS, AttendOptions
+from kvbench.kernels.parts import Dense, Paged, Part, Parts, Split, read_all, total_length
 from kvbench.kernels.prefill import Scoring, softmax_with_sinks
 
 NAME = "reference"
 
 
 def attend(
-    query: Tensor,
-    keys: Sequence[Part],
-    values: Sequence[Part],
-    scoring: Scoring,
-    visible: Tensor | None = None,
-    sink_query: Tensor | None = None,
-    n_sink: int = 0,
-    lengths: Tensor | None = None,
+    query: Tensor, keys: Parts, values: Parts, scoring: Scoring, options: AttendOptions = NO_OPTIONS
 ) -> tuple[Tensor, Tensor]:
     """Attention of q query tokens over a store's slots.
 
     Args:
         query: [B, Hq, q, D]; query heads of one KV head are neighbours.
         keys, values: parts covering the same S slots, [B, Hkv, S, D] and [B, Hkv, S, Dv] once read.
-        scoring: scaling, softcap and learned sinks; the caller applies its window through `visible`.
-        visible: bool, broadcastable to [B, Hkv, q, S]; None where every query sees every slot. No query sees slots
-            that a head does not have (`Paged`).
-        sink_query: [B, Hq, q, D]; the query to use for the first `n_sink` slots instead (StreamingLLM's positions).
-        lengths: int32 on the device, broadcastable to [B, Hkv, 3]: slots whose keys are packed, whose values are
-            packed, and filled ones in all. The parts then span whole buffers: at most one packed part, then at most
-            one of dense rows, perhaps a ring. Slots that are not filled get probability 0; `visible` spans all of
-            them.
+        scoring: scaling, softcap and learned sinks; the caller applies its window through `options.visible`.
+        options: which slots are seen, the query of the sinks, filled lengths; probabilities are always returned.
 
     Returns:
         output [B, Hq, q, Dv] in the query's dtype; probabilities [B, Hkv, Hq / Hkv, q, S] in the computing dtype
@@ -41,6 +27,7 @@ def attend(
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     kv_heads = keys[0].kv_heads
+    visible, sink_query, n_sink, lengths = options.visible, options.sink_query, options.n_sink, options.lengths
     if lengths is not None:
         keys, values, filled = in_slot_order(keys, values, lengths, dtype)
         visible = filled.unsqueeze(2) if visible is None else filled.unsqueeze(2) & visible
@@ -69,7 +56,7 @@ def attend(
 
 
 def in_slot_order(
-    keys: Sequence[Part], values: Sequence[Part], lengths: Tensor, dtype: torch.dtype
+    keys: Parts, values: Parts, lengths: Tensor, dtype: torch.dtype
 ) -> tuple[list[Part], list[Part], Tensor]:
     """Buffers that are filled up to `lengths`, as one part each: slot i in row i.
 
@@ -84,7 +71,7 @@ def in_slot_order(
     return [key], [held], filled.expand(*held.rows.shape[:2], -1)
 
 
-def _by_slot(parts: Sequence[Part], slot: Tensor, packed: Tensor, dtype: torch.dtype) -> Part:
+def _by_slot(parts: Parts, slot: Tensor, packed: Tensor, dtype: torch.dtype) -> Part:
     """Whole buffers as one part with the slots [S] in order, where the first `packed`, broadcastable to [B, Hkv, 1],
     lie in the packed part."""
     if len(parts) == 1:
@@ -114,7 +101,7 @@ def _products(folded: Tensor, part: Part) -> Tensor:
     return folded @ part.read(folded.dtype).mT
 
 
-def _first_rows(keys: Sequence[Part], n: int, dtype: torch.dtype) -> Tensor:
+def _first_rows(keys: Parts, n: int, dtype: torch.dtype) -> Tensor:
     rows: list[Tensor] = []
     for part in keys:
         take = min(n - sum(r.shape[-2] for r in rows), part.length)

@@ -8,16 +8,16 @@ Calls that the kernels do not take (see `refusal`) go to the reference.
 """
 
 import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels import reference
-from kvbench.kernels.parts import Packed, Part
+from kvbench.kernels.options import NO_OPTIONS, AttendOptions
+from kvbench.kernels.parts import Packed, Parts, head_dim
 from kvbench.kernels.prefill import Scoring
-from kvbench.kernels.triton_pieces import FLOATS, Work, head_dim, refused, sections_of, side_of, sinks_fit
+from kvbench.kernels.triton_pieces import FLOATS, Work, refused, sections_of, side_of, sinks_fit
 from kvbench.kernels.triton_plan import plan
 
 NAME = "triton"
@@ -38,7 +38,7 @@ def available() -> tuple[bool, str]:
     return True, ""
 
 
-def refusal(query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+def refusal(query: Tensor, keys: Parts, values: Parts) -> str | None:
     """Why the kernels do not take these tensors; None where they take them."""
     if query.dtype not in FLOATS:
         return f"queries of {query.dtype}"
@@ -61,22 +61,13 @@ class TritonKernel:
 
     name = NAME
 
-    def refusal(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part]) -> str | None:
+    def refusal(self, query: Tensor, keys: Parts, values: Parts) -> str | None:
         """Why the kernel does not take such tensors; None where it takes them."""
         reason = refusal(query, [p for p in keys if p.length], [p for p in values if p.length])
         return None if reason is None else f"the Triton kernel does not take {reason}"
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Sequence[Part],
-        values: Sequence[Part],
-        scoring: Scoring,
-        visible: Tensor | None = None,
-        sink_query: Tensor | None = None,
-        n_sink: int = 0,
-        want_probabilities: bool = True,
-        lengths: Tensor | None = None,
+        self, query: Tensor, keys: Parts, values: Parts, scoring: Scoring, options: AttendOptions = NO_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
         """See `kvbench.kernels.reference.attend`; probabilities are None where they are not wanted.
 
@@ -84,25 +75,26 @@ class TritonKernel:
 
         Raises ValueError where lengths are given and the kernels do not take these parts.
         """
-        n_sink = 0 if sink_query is None else n_sink
+        sink_query, lengths = options.sink_query, options.lengths
+        n_sink = 0 if sink_query is None else options.n_sink
         if lengths is not None and (refused := self.refuses_lengths(query, keys, values, n_sink)) is not None:
             raise ValueError(refused)
         keys, values = [p for p in keys if p.length], [p for p in values if p.length]
         key, value, reason = side_of(keys), side_of(values), refusal(query, keys, values)
         if key is None or value is None or reason is not None or not sinks_fit(n_sink, key, value):
-            return reference.attend(query, keys, values, scoring, visible, sink_query, n_sink)
+            return reference.attend(query, keys, values, scoring, options)
         if lengths is not None and (lengths.dtype != torch.int32 or lengths.stride(-1) != 1):
             raise ValueError(f"lengths of {lengths.dtype} with stride {lengths.stride(-1)}; give int32, contiguous")
         sections = sections_of(key, value, by_pointer=lengths is not None)
         sink_query = sink_query.contiguous() if sink_query is not None and n_sink else None
-        work = Work(query.contiguous(), key, value, sections, scoring, visible, sink_query, n_sink, lengths)
-        launches, output, probabilities = plan(work, want_probabilities)
+        work = Work(query.contiguous(), key, value, sections, scoring, options.visible, sink_query, n_sink, lengths)
+        launches, output, probabilities = plan(work, options.want_probabilities)
         with torch.cuda.device_of(query):
             for launch in launches:
                 launch.run()
         return output, probabilities
 
-    def refuses_lengths(self, query: Tensor, keys: Sequence[Part], values: Sequence[Part], n_sink: int) -> str | None:
+    def refuses_lengths(self, query: Tensor, keys: Parts, values: Parts, n_sink: int) -> str | None:
         """Why `attend` cannot take `lengths` for whole buffers like these; None where it can."""
         keys, values = [p for p in keys if p.length], [p for p in values if p.length]
         key, value, reason = side_of(keys), side_of(values), refusal(query, keys, values)

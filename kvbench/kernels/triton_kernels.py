@@ -164,100 +164,33 @@ def decode(
     value = (value_packed, value_rows, value_strides[6], value_start, value_size, packed_values)
     work = (query, visible, visible_strides, scores, columns, row, begin, end, share, shares, scale, softcap)
     out = (partial, maxima, sums)
+    call = (work, key, value, out)
     if in_both:
         if BOTH:
             walk(
-                work,
-                key,
-                value,
-                out,
-                K_BITS,
-                V_BITS,
-                PACKED_DTYPE,
-                PACKED_DTYPE,
-                T,
-                STAGES,
-                ROWS,
-                TOKENS,
-                D,
-                DV,
-                WIDTH,
-                VALUE_WIDTH,
-                K_GROUP,
-                K_BY_TOKEN,
-                V_GROUP,
-                PTX,
+                call,
+                (K_BITS, V_BITS, PACKED_DTYPE, PACKED_DTYPE, T, STAGES),
+                (ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, K_BY_TOKEN, V_GROUP, PTX),
             )
     elif in_one:
         if ONE == "keys":
             walk(
-                work,
-                key,
-                value,
-                out,
-                K_BITS,
-                DENSE,
-                PACKED_DTYPE,
-                VALUE_DTYPE,
-                T,
-                DENSE_STAGES,
-                ROWS,
-                TOKENS,
-                D,
-                DV,
-                WIDTH,
-                VALUE_WIDTH,
-                K_GROUP,
-                K_BY_TOKEN,
-                V_GROUP,
-                PTX,
+                call,
+                (K_BITS, DENSE, PACKED_DTYPE, VALUE_DTYPE, T, DENSE_STAGES),
+                (ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, K_BY_TOKEN, V_GROUP, PTX),
             )
         if ONE == "values":
             walk(
-                work,
-                key,
-                value,
-                out,
-                DENSE,
-                V_BITS,
-                KEY_DTYPE,
-                PACKED_DTYPE,
-                T,
-                DENSE_STAGES,
-                ROWS,
-                TOKENS,
-                D,
-                DV,
-                WIDTH,
-                VALUE_WIDTH,
-                K_GROUP,
-                False,
-                V_GROUP,
-                PTX,
+                call,
+                (DENSE, V_BITS, KEY_DTYPE, PACKED_DTYPE, T, DENSE_STAGES),
+                (ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, False, V_GROUP, PTX),
             )
     else:
         if NONE:
             walk(
-                work,
-                key,
-                value,
-                out,
-                DENSE,
-                DENSE,
-                KEY_DTYPE,
-                VALUE_DTYPE,
-                NONE_T,
-                DENSE_STAGES,
-                ROWS,
-                TOKENS,
-                D,
-                DV,
-                WIDTH,
-                VALUE_WIDTH,
-                K_GROUP,
-                False,
-                V_GROUP,
-                PTX,
+                call,
+                (DENSE, DENSE, KEY_DTYPE, VALUE_DTYPE, NONE_T, DENSE_STAGES),
+                (ROWS, TOKENS, D, DV, WIDTH, VALUE_WIDTH, K_GROUP, False, V_GROUP, PTX),
             )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, total_length
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, head_dim, total_length
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import BITS
 
@@ -96,17 +96,6 @@ def _ring_start(older: Tensor, newer: Tensor) -> int | None:
         return None
     start, rest = divmod(int(older.storage_offset() - newer.storage_offset()), row)
     return start if rest == 0 and start >= newer.shape[2] else None
-
-
-def head_dim(part: Part) -> int:
-    """Channels of a head: D or Dv."""
-    if isinstance(part, Split):
-        return head_dim(part.first_channels) + head_dim(part.last_channels)
-    if isinstance(part, Paged):
-        return head_dim(part.pool)
-    if isinstance(part, Dense):
-        return part.rows.shape[3]
-    return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
 def is_readable_float8(rows: Tensor) -> bool:

@@ -11,6 +11,8 @@ The softmax and the sums do not depend on the order of slots and channels in a t
 from that thread, so threads exchange nothing after unpacking. The words are copied to shared memory 16 bytes at a time,
 in an order without bank conflicts: the words that a warp reads at the same time are adjacent. If a compiler chooses
 another layout, the kernel is slower and its results are the same.
+
+Arguments in capitals are compile-time constants.
 """
 
 # mypy: ignore-errors
@@ -25,7 +27,7 @@ from kvbench.kernels.triton_words import dequantise, load_words, pair_up, read_b
 
 
 @triton.jit
-def slot_at(i, T: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
+def slot_at(i, T, G, BITS):
     """The slot, counted from the tile's first, in row i of a tile whose keys are packed along tokens."""
     WORDS: tl.constexpr = G * BITS // 32
     BLOCK_LANES: tl.constexpr = min(T // G, 8)
@@ -39,7 +41,7 @@ def slot_at(i, T: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def key_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, STORED: tl.constexpr):
+def key_channel_at(i, WIDTH, G, STORED):
     """The channel in column i of keys packed along channels, those of 3 bits as those of 4 bits."""
     BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
@@ -52,7 +54,7 @@ def key_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, STORED: tl.constexpr
 
 
 @triton.jit
-def value_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, STORED: tl.constexpr):
+def value_channel_at(i, WIDTH, G, STORED):
     """The channel in row i of values packed along channels, those of 3 bits as those of 4 bits."""
     BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
@@ -63,7 +65,7 @@ def value_channel_at(i, WIDTH: tl.constexpr, G: tl.constexpr, STORED: tl.constex
 
 
 @triton.jit
-def channel_of(word, byte, code, G: tl.constexpr, BITS: tl.constexpr):
+def channel_of(word, byte, code, G, BITS):
     """The channel of a code, from its word in the row, its byte in the word and its place in the byte."""
     WORDS: tl.constexpr = G * BITS // 32
     return (word // WORDS) * G + code * (G * BITS // 8) + (word % WORDS) * 4 + byte
@@ -73,18 +75,7 @@ def channel_of(word, byte, code, G: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def keys_by_token(
-    packed,
-    first,
-    stop,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    BITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def keys_by_token(packed, first, stop, T, D, WIDTH, G, BITS, DTYPE, PTX):
     """Keys [T, WIDTH] of slots first .. first + T - 1, in the order of `slot_at`; codes [blocks, D, WORDS]."""
     codes, scale, minimum, levels = packed
     BLOCKS: tl.constexpr = T // G
@@ -117,18 +108,7 @@ def keys_by_token(
 
 
 @triton.jit
-def keys_by_channel(
-    packed,
-    first,
-    stop,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    STORED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def keys_by_channel(packed, first, stop, T, D, WIDTH, G, STORED, DTYPE, PTX):
     """Keys [T, WIDTH] of slots first .. first + T - 1, channels in the order of `key_channel_at`."""
     BITS: tl.constexpr = read_bits(STORED)
     ROW: tl.constexpr = WIDTH * BITS // 32
@@ -147,19 +127,7 @@ def keys_by_channel(
 
 
 @triton.jit
-def values_by_channel(
-    packed,
-    row,
-    first,
-    stop,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    STORED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def values_by_channel(packed, row, first, stop, T, D, WIDTH, G, STORED, DTYPE, PTX):
     """Values [WIDTH, T] of the slots first + row [T], channels in the order of `value_channel_at`.
 
     The input rows are in the order (T / 16, 4, 4), the output rows in the transposed order: the last 4 of the input are
@@ -189,14 +157,14 @@ def values_by_channel(
 
 
 @triton.jit
-def both_of_pair(halves, T: tl.constexpr, GROUPS: tl.constexpr):
+def both_of_pair(halves, T, GROUPS):
     """The low halves [T, GROUPS] of both slots of a pair in one word: [T / 16, 2, 4, GROUPS, 1, 1]."""
     a, b = tl.split(tl.permute(tl.reshape(halves, (T // 16, 2, 2, 4, GROUPS)), (0, 1, 3, 4, 2)))
     return (a | (b << 16))[:, :, :, :, None, None]
 
 
 @triton.jit
-def row_words(packed, first, row, column, stop, D: tl.constexpr, BITS: tl.constexpr):
+def row_words(packed, first, row, column, stop, D, BITS):
     """Words of rows packed along channels, from slot `first` on: `row` and `column` broadcast to the result."""
     ROW: tl.constexpr = D * BITS // 32
     at = packed[0] + first.to(tl.int64) * ROW + (row * ROW + column)
@@ -204,7 +172,7 @@ def row_words(packed, first, row, column, stop, D: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def row_words_of_3_bits(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
+def row_words_of_3_bits(packed, first, row, stop, D, WIDTH, G):
     """Words [T, WIDTH / 8] of rows of 3-bit codes as if their codes were packed in 4 bits; `row` is [T, 1].
 
     A word of 4-bit codes holds every other lane of one word of low bits, and the high bit of each of those lanes from
@@ -227,7 +195,7 @@ def row_words_of_3_bits(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def row_pairs(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
+def row_pairs(packed, first, row, stop, D, WIDTH, G):
     """Scales and minima [T, WIDTH / G] of `row` [T, 1], from slot `first` on, each in the low half of a word.
 
     Without minima the scales are one norm a row, and the minima 0.
@@ -246,7 +214,7 @@ def row_pairs(packed, first, row, stop, D: tl.constexpr, WIDTH: tl.constexpr, G:
 
 
 @triton.jit
-def dense_at(rows, stride, start, size, index, inside, channel, D: tl.constexpr):
+def dense_at(rows, stride, start, size, index, inside, channel, D):
     """Rows `index` at `channel`, two tensors that broadcast to the result, where `inside`; zero elsewhere.
 
     Row 0 is at row `start` of a ring of `size` rows; size is None where no index goes beyond the end.

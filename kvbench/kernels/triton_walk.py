@@ -1,4 +1,7 @@
-"""One Triton program's part of decode attention: a loop over tiles of slots with a running softmax."""
+"""One Triton program's part of decode attention: a loop over tiles of slots with a running softmax.
+
+Arguments in capitals are compile-time constants.
+"""
 
 # mypy: ignore-errors
 # The code below is Triton's dialect of Python, which a type checker does not know.
@@ -23,29 +26,38 @@ DENSE = tl.constexpr(16)
 
 
 @triton.jit
-def walk(
+def walk(call, section, shape):
+    """Attention over slots begin .. end - 1 of one section, the part of them that is this program's.
+
+    call: the first four arguments of `walk_tiles`. section, shape: tuples of compile-time constants, its other ones.
+    """
+    walk_tiles(*call, *section, *shape)
+
+
+@triton.jit
+def walk_tiles(
     work,
     key,
     value,
     out,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    T: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_BY_TOKEN: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    PTX: tl.constexpr,
+    K_BITS,
+    V_BITS,
+    K_DTYPE,
+    V_DTYPE,
+    T,
+    STAGES,
+    ROWS,
+    TOKENS,
+    D,
+    DV,
+    WIDTH,
+    VALUE_WIDTH,
+    K_GROUP,
+    K_BY_TOKEN,
+    V_GROUP,
+    PTX,
 ):
-    """Attention over slots begin .. end - 1 of one section, the part of them that is this program's."""
+    """See `walk`."""
     query, visible, visible_strides, scores, columns, row, begin, end, share, shares, scale, softcap = work
     channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
     slot, value_slot = tl.arange(0, T), tl.arange(0, T)
@@ -100,21 +112,7 @@ def walk(
 
 
 @triton.jit
-def tile_keys(
-    key,
-    here,
-    slot,
-    begin,
-    end,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    BITS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def tile_keys(key, here, slot, begin, end, T, D, WIDTH, G, BITS, BY_TOKEN, DTYPE, PTX):
     """Keys [T, WIDTH] of slots here .. here + T - 1."""
     packed, rows, stride, start, size, n_packed = key
     if BITS == DENSE:
@@ -129,20 +127,7 @@ def tile_keys(
 
 
 @triton.jit
-def tile_values(
-    value,
-    here,
-    row,
-    begin,
-    end,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    G: tl.constexpr,
-    BITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def tile_values(value, here, row, begin, end, T, D, WIDTH, G, BITS, DTYPE, PTX):
     """Values [WIDTH, T] of slots here .. here + T - 1, in the order here + row."""
     packed, rows, stride, start, size, n_packed = value
     if BITS == DENSE:

@@ -37,14 +37,6 @@ class MethodRun:
         return self.row.method == "full" and self.row.store == "dense"
 
 
-@dataclass(frozen=True)
-class Result:
-    """Rows and samples that are complete and can be written."""
-
-    rows: list[Row] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-
-
 @dataclass
 class Journal:
     """What happened while measures ran.
@@ -64,7 +56,7 @@ class RunContext:
     """The fixed facts of a run.
 
     loaded: the model. methods: all of them, the full cache first. tokens: the text, int64 [N], without special tokens.
-    bos: the token that windows and prompts begin with, None for none. kernel: as `build_cache` takes it. spec: how a
+    bos: the tokens that windows and prompts begin with. kernel: as `build_cache` takes it. spec: how a
     subprocess can load the model; None: it cannot. prepared: by measure name, what `Measure.prepare` returned.
     """
 
@@ -77,7 +69,7 @@ class RunContext:
     save_kept: bool = False
     seed: int = 0
     spec: ModelSpec | None = None
-    bos: int | None = None
+    bos: tuple[int, ...] = ()
     prepared: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
 
@@ -89,10 +81,10 @@ class RunContext:
     def window(self, start: int, length: int) -> Tensor:
         """`length` tokens of the text from `start` on, int64 [length].
 
-        A BOS token replaces the first one, so that the same tokens are scored with and without it.
+        BOS tokens replace the first ones, so that the same tokens are scored with and without them.
         """
         ids = self.tokens[start : start + length]
-        return ids if self.bos is None else torch.cat([ids.new_tensor([self.bos]), ids[1:]])
+        return torch.cat([ids.new_tensor(self.bos), ids[len(self.bos) :]]) if self.bos else ids
 
     def windows(self, starts: Iterable[int], length: int) -> Tensor:
         """Windows of one length as a batch on the model's device, int64 [B, length]."""

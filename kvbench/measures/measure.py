@@ -18,7 +18,8 @@ from kvbench.results.row import Row
 
 if TYPE_CHECKING:
     from kvbench.cache.build import Method
-    from kvbench.measures.context import MethodRun, Result, RunContext
+    from kvbench.measures.context import MethodRun, RunContext
+    from kvbench.measures.result import Result
     from kvbench.measures.target import Target
 
 LARGEST = 10_000_000

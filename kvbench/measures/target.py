@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Target:
     """Model and text of a run.
 
-    tokens: the text, int64 [N], without special tokens. bos: the token that windows and prompts begin with, None for
-    none. tokenizer: None for random weights.
+    tokens: the text, int64 [N], without special tokens. bos: the tokens that windows and prompts begin with.
+    tokenizer: None for random weights.
     """
 
     spec: ModelSpec
@@ -26,5 +26,5 @@ class Target:
     text: Text
     tokens: Tensor
     tokenizer: Any
-    bos: int | None
+    bos: tuple[int, ...]
     seed: int

@@ -31,6 +31,11 @@ FLAGS = {
 }
 """What a reader must know about a number before comparing it. Columns carry flags, notes are for people only."""
 
+EXACT_METHODS = ("full", "recompute")
+"""Methods that hold every token exactly, or none at all."""
+EXACT_STORES = (None, "dense", "paged", *EXACT_METHODS)
+"""Stores that hold numbers as the model made them; old rows name the method here."""
+
 MEMORY_PARTS = ("dense", "codes", "scales", "residual", "basis", "scores", "positions", "state")
 """Parts of a cache's bytes; `held_bytes.PART` in the rows. They add up to `held_bytes`."""
 
@@ -94,6 +99,11 @@ class Row:
             raise ValueError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
         if unknown := sorted(flags_of(self) - set(FLAGS)):
             raise ValueError(f"flags {', '.join(unknown)} are not among {', '.join(FLAGS)}")
+
+
+def is_exact(row: Row) -> bool:
+    """Whether the row's method by design evicts and quantises nothing, so that `engaged` = 0 is no fault."""
+    return row.method in EXACT_METHODS and row.store in EXACT_STORES
 
 
 def flags_of(row: Row) -> frozenset[str]:

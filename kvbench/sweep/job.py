@@ -13,7 +13,7 @@ from kvbench.measures.context import Journal, MethodRun, RunContext
 from kvbench.results.claims import Claims, beating
 from kvbench.results.folder import RunFolder
 from kvbench.results.ledger import DONE, Ledger, Record, latest_status, record_rows, reusable_record
-from kvbench.results.row import KNOBS, Row, with_flags
+from kvbench.results.row import KNOBS, Row, is_exact, with_flags
 from kvbench.results.run_files import STATUS
 from kvbench.sweep.cells import Cell, Part
 from kvbench.sweep.plan import Job
@@ -71,9 +71,6 @@ Outcomes = dict[str, tuple[Sequence[Row], dict[str, Any]]]
 """By cell id: its rows, and the fields to set in its record."""
 
 Pair = tuple[MethodRun, Cell]
-
-NEVER_COMPRESS = ("full", "recompute")
-"""Methods for which `engaged` = 0 is no fault: they hold every token exactly, or none at all."""
 
 
 def measure(work: Work, context: RunContext, folder: RunFolder) -> None:
@@ -172,10 +169,15 @@ def _outcome(
 
 def _flagged(method: MethodRun, rows: list[Row]) -> list[Row]:
     """The rows, flagged where the method never evicted or quantised anything, so that they are the full cache's."""
-    if method.row.method in NEVER_COMPRESS and method.row.store in ("dense", "paged"):
+    if is_exact(method.row):
         return rows
-    idle = {row.context for row in rows if row.metric == "engaged" and row.value == 0}
-    return [with_flags(row, "not_engaged") if row.context in idle else row for row in rows]
+    idle = {_asked(row) for row in rows if row.metric == "engaged" and row.value == 0}
+    return [with_flags(row, "not_engaged") if _asked(row) in idle else row for row in rows]
+
+
+def _asked(row: Row) -> tuple[int | None, str | None, str | None]:
+    """What the rows share that one engaged row speaks for: the context, and of questions the time and the task."""
+    return row.context, row.question, None if row.question is None else row.protocol
 
 
 def _noted(row: Row, note: str | None) -> Row:

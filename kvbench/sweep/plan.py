@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,8 +153,11 @@ def check_hydra_folders(words: Sequence[str]) -> None:
     """Raise UserError for a folder of Hydra's own that cannot be made, before Hydra tries to."""
     for word in words:
         key, _, value = word.partition("=")
+        folder = value.strip("'\"")
         if key in ("hydra.run.dir", "hydra.sweep.dir") and value:
-            check_writable(value.strip("'\""), key)
+            check_writable(folder, key)
+        if key == "hydra.sweep.subdir" and os.path.isabs(folder):  # a relative one lies in hydra.sweep.dir
+            check_writable(folder, key)
 
 
 def expand(words: Sequence[str], sources: ConfigSources) -> list[list[str]]:

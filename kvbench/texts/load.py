@@ -52,7 +52,7 @@ class DataSpec:
     limit: int | None = None  # stop reading documents once this many characters are there
     random_tokens: int | None = None  # no text at all: this many tokens drawn from `seed`
     seed: int = 0
-    bos: str = "auto"  # see `bos_token`
+    bos: str = "auto"  # see `bos_tokens`
 
 
 @dataclass(frozen=True)
@@ -127,26 +127,21 @@ def tokenize(text: Text, tokenizer: Any = None, vocab_size: int | None = None) -
     return token_ids(text, tokenizer, vocab_size)
 
 
-def bos_token(rule: str, tokenizer: Any = None) -> int | None:
-    """The token that every window and prompt begins with; None for none.
+def bos_tokens(rule: str, tokenizer: Any = None) -> tuple[int, ...]:
+    """The tokens that every window and prompt begins with; empty for none.
 
     rule: first, none, or auto: what the model's own tokenizer puts before a text. Gemma and Llama 3 begin with BOS
-    (without it Gemma's perplexity is ruined), Qwen and SmolLM2 with nothing. Raises UserError for first without such a
-    token, and for auto where the tokenizer puts several tokens before a text (GLM).
+    (without it Gemma's perplexity is ruined), Qwen and SmolLM2 with nothing, GLM with two tokens, [gMASK]<sop>. Raises
+    UserError for first without a BOS token.
     """
     bos: int | None = getattr(tokenizer, "bos_token_id", None)
-    if rule == "first" and bos is None:
+    if rule == "none" or (tokenizer is None and rule != "first"):
+        return ()
+    if rule == "auto":
+        return tuple(text_prefix(tokenizer))
+    if bos is None:
         raise UserError("data.bos=first, and this model's tokenizer has no BOS token; type data.bos=none")
-    if rule == "first" or rule == "none" or tokenizer is None:
-        return bos if rule == "first" else None
-    prefix = text_prefix(tokenizer)
-    if len(prefix) > 1:
-        named = tokenizer.convert_ids_to_tokens(prefix)
-        raise UserError(
-            f"data.bos=auto: this tokenizer begins a text with {len(prefix)} tokens ({' '.join(named)}), and kvbench "
-            "puts one before a window or prompt; type data.bos=none"
-        )
-    return prefix[0] if prefix else None
+    return (bos,)
 
 
 def text_prefix(tokenizer: Any) -> list[int]:

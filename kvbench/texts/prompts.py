@@ -118,7 +118,7 @@ def check_prompts(
     seed: int,
     settings: NeedleSettings,
     max_positions: int | None,
-    bos: int | None = None,
+    bos: Sequence[int] = (),
 ) -> dict[int, list[Prompt]]:
     """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions."""
     made = {}
@@ -134,7 +134,7 @@ def check_prompts(
 
 
 def make_prompts(
-    tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: int | None = None
+    tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: Sequence[int] = ()
 ) -> list[Prompt]:
     """All prompts of a length, task by task and depth by depth. bos: what they begin with; a chat template brings its
     own."""
@@ -157,10 +157,10 @@ class Maker:
     """
 
     def __init__(
-        self, tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: int | None = None
+        self, tokenizer: Any, tokens: Tensor, seed: int, settings: NeedleSettings, length: int, bos: Sequence[int] = ()
     ) -> None:
         self.tokenizer, self.tokens, self.seed, self.length = tokenizer, tokens, seed, length
-        self.begin = [bos] if bos is not None and settings.template == "base" else []
+        self.begin = list(bos) if settings.template == "base" else []
         self.template = template_of(tokenizer, settings.template)
         wanted = None if settings.values == "task" else settings.values
         self.words = Words(self._vocabulary() if "cwe" in settings.tasks else (), length, wanted)

@@ -6,7 +6,7 @@ both on the hub in these columns.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +71,7 @@ class Sample:
 
 
 def check_tasks(
-    settings: TaskSettings, max_positions: int | None, tokenizer: Any, bos: int | None = None
+    settings: TaskSettings, max_positions: int | None, tokenizer: Any, bos: Sequence[int] = ()
 ) -> dict[str, list[Sample]]:
     """The samples of every task. Raises UserError for names that the set does not have, files that are not there or
     hold something else, prompts and answers beyond the model, and prompts of RULER that would be cut: what is asked for
@@ -181,9 +181,9 @@ def _sample(row: dict[str, Any], name: str, i: int, of: str) -> Sample:
 
 
 def encode(
-    tokenizer: Any, sample: Sample, longest: int, template: Template, bos: int | None = None
+    tokenizer: Any, sample: Sample, longest: int, template: Template, bos: Sequence[int] = ()
 ) -> tuple[list[int], list[int]]:
-    """Context, behind BOS where there is one, and question in tokens, `longest` together at most.
+    """Context, behind the tokens `bos`, and question in tokens, `longest` together at most.
 
     What is longer loses its middle as LongBench cuts it: the first and the last half of it all are left, the question
     being part of the last.
@@ -192,7 +192,7 @@ def encode(
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in (template.before, sample.context, sample.question + template.after + sample.answer_prefix)
     )
-    head = ([] if bos is None else [bos]) + head
+    head = [*bos, *head]
     room = max(2, longest - len(head) - len(question))
     if len(body) > room:
         first = min(max(1, longest // 2 - len(head)), room - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,7 +19,7 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.recompute import Recompute
 from kvbench.methods.streaming_llm import StreamingLLM
-from tests.shared.families import FAMILIES, HAS_WINDOW, random_ids, tiny
+from tests.shared.families import COMMON, FAMILIES, HAS_WINDOW, random_ids, tiny
 
 pytestmark = pytest.mark.engine
 
@@ -154,6 +155,15 @@ def test_rotating_back_gives_the_query_of_an_earlier_position(name: str) -> None
         for p, e in ((7, 3), (300, 1), (300, 299), (411, 200)):
             torch.testing.assert_close(back(at(p), e), at(p - e), atol=2e-4, rtol=0)
         assert (back(at(300), 150) - at(300)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("family", "channels"), [("Phi", 8), ("StableLm", 4), ("Persimmon", 8)])
+def test_partial_rotary_embeddings_are_named_where_they_cannot_be_taken_off(family: str, channels: int) -> None:
+    config = getattr(transformers, f"{family}Config")(**COMMON | {"num_key_value_heads": 4})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    line = rf"{family}ForCausalLM has partial rotary embeddings \({channels} of 16 channels\), .* variant=absolute"
+    with pytest.raises(UserError, match=line):
+        rotate_back(model, 0)
 
 
 def test_gemma3_layers_have_rotations_of_their_own() -> None:

@@ -11,6 +11,7 @@ from kvbench.cache.plan import LayerPlan
 from kvbench.cache.rule import EMPTY, KeepRule
 from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.kernels import REFERENCE
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.prefill import Scoring
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.h2o import H2O
@@ -60,7 +61,9 @@ def decoded(rule: KeepRule, store: Store, key: Tensor, value: Tensor) -> SlotLay
 
 def output(slots: Slots, visible: Tensor | None) -> Tensor:
     """Attention of QUERY over slots, in the model's basis."""
-    got, _ = REFERENCE.attend(slots.transform_query(QUERY), slots.key_parts(), slots.value_parts(), SCORING, visible)
+    got, _ = REFERENCE.attend(
+        slots.transform_query(QUERY), slots.key_parts(), slots.value_parts(), SCORING, AttendOptions(visible)
+    )
     return slots.restore_output(got)
 
 

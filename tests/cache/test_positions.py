@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from kvbench.cache.build import Method, PrefillRecord, build_cache, prefill
+from kvbench.cache.build import Method, PrefillRecord, build_cache, check_model, prefill
 from kvbench.cache.caches import AnyCache, KVCache, RecomputeCache
 from kvbench.cache.decode import generate, step
 from kvbench.cache.rule import KeepRule
@@ -63,6 +63,7 @@ def watched(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
 def test_the_next_token_takes_the_position_of_tokens_seen(name: str) -> None:
     """As the model's layers are told: after evictions too, and through a question of 5."""
     model, ids = exact_llama(4, 2), random_ids(2, 70)
+    check_model(model, method(name).rule)  # runs the model once to see how it rotates keys
     with watched(model.model.layers[0], "position_ids") as told:
         cache = build_cache(model, method(name), ids[:, :40], 30, max_step=5)
         at, want = 40, [list(range(40))]

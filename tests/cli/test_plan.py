@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from kvbench.cache.store import DenseStore
 from kvbench.cli.plan import config_of, main, planned_model, planned_shape, weight_bytes
 from kvbench.config import method_config
 from kvbench.config.sources import BUILT_IN
+from kvbench.errors import UserError
+from kvbench.measures.memory import Memory
+from kvbench.measures.memory.cache_bytes import measure_bytes
 from kvbench.method_runs import instantiate
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
@@ -26,10 +30,12 @@ from kvbench.methods.per_token import PerToken
 from kvbench.methods.pyramid import Pyramid
 from kvbench.models.checkpoint import model_spec
 from kvbench.models.known_configs import PUBLISHED
+from kvbench.models.load import load_model
 from kvbench.models.shape import layer_windows
 from tests.cache.test_mla import deepseek
 from tests.shared.families import random_ids, tiny
 from tests.shared.models import random_llama
+from tests.shared.text import character_tokenizer, rows_of, run_context_of, value
 
 MIB = 2**20
 
@@ -134,6 +140,58 @@ def test_latents_are_planned_as_they_are_held(layout: str, entry: str) -> None:
     rule = H2O(budget=20) if entry == "h2o" else Full()
     method = Method(entry, rule, PerToken(4, 4, 8) if entry == "full+int4" else DenseStore())
     assert measured(model, method, random_ids(2, 60), 8) == cache_bytes(method, planned, 2, 60, 8)
+
+
+def methods_of(entries: dict[str, list[str]], group: str) -> dict[str, Method]:
+    """Methods by label, from the words of a command."""
+    return {
+        label: instantiate(method_config(BUILT_IN.composed([*words, group] if label != "full" else words)))
+        for label, words in entries.items()
+    }
+
+
+MEASURED = {
+    "Llama, grouped heads": lambda: random_llama(4, 2, 32, dtype=torch.float32),
+    "Gemma 3, sliding windows": lambda: tiny("gemma3", head_dim=32, sliding_window=48),
+    "DeepSeek, latent attention": lambda: deepseek().float(),
+    "GPT-2": lambda: tiny("gpt2", n_embd=128),
+    "Qwen 3": lambda: tiny("qwen3", head_dim=32),
+}
+"""Models that a folder holds: heads of 32 and more, so that groups of kivi4 and int4 fit."""
+
+
+@pytest.mark.parametrize("family", MEASURED)
+def test_the_plan_of_a_model_s_folder_is_what_the_memory_measure_finds(family: str, tmp_path: Path) -> None:
+    """From the words of a command: the config in the folder on one side, rows of a run on the other."""
+    MEASURED[family]().save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    prompt, new = 300, 24
+    spec = model_spec({"path": str(tmp_path), "device": "cpu", "dtype": "float32"})
+    config = config_of(spec)
+    shape = planned_shape(spec, config)
+    model = planned_model(spec, config, shape)
+    entries = {
+        "full": ["method=full"],
+        "h2o": ["method=h2o", "budget=64"],
+        "kivi4": ["method=full", "store=kivi4", "residual=32"],
+        "int4": ["method=full", "store=int4"],
+        "h2o+int4": ["method=h2o", "budget=64", "store=int4"],
+    }
+    group = f"group={8 if model.latent else 32}"
+    if model.latent:
+        with pytest.raises(UserError, match="Kivi needs keys and values of each head"):
+            methods_of(entries, group)["kivi4"].check_combination(shape.mla)
+        entries.pop("kivi4")
+    named = methods_of(entries, group)
+    loaded = load_model(spec)
+    ids = random_ids(1, prompt + new).squeeze(0)
+    context = replace(run_context_of(loaded.model, named, ids), loaded=loaded)
+    rows = rows_of(measure_bytes(context, Memory([prompt], new, isolate=False)))
+    assert not context.journal.failures
+    for label, method in named.items():
+        held = value(rows, label, "held_bytes")
+        assert cache_bytes(method, model, 1, prompt, new) == pytest.approx(held, rel=0.01), label
+    assert value(rows, "full", "dense_bytes") == model.full_bytes(1, prompt + new)
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

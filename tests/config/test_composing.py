@@ -29,6 +29,21 @@ WORDS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "text", ["1.10", "7e12345", "1_000", "-3", "0x1f", "true", "NaN", "7abc", "v1.10", "12.", ".5"]
+)
+def test_values_of_text_keys_stay_the_text_that_was_typed(text: str) -> None:
+    found = BUILT_IN.composed(["model=hub", f"model.id={text}", f"model.revision={text}", f"data.split={text}"])
+    assert (found.model.id, found.model.revision, found.data.split) == (text, text, text)
+    assert BUILT_IN.composed(["model=hub", f"model.revision='{text}'"]).model.revision == text
+    assert BUILT_IN.composed(["model=hub", "model.revision=null"]).model.revision is None
+
+
+def test_a_sweep_over_numbers_as_text_is_a_sweep() -> None:
+    jobs = BUILT_IN.jobs(["model=hub", "model.revision=1.10,main,2.0"])
+    assert [BUILT_IN.composed(job).model.revision for job in jobs] == ["1.10", "main", "2.0"]
+
+
 def test_shared_compositions_equal_hydras_own() -> None:
     alone = [BUILT_IN.composed(words) for words in WORDS]
     with shared_compositions():

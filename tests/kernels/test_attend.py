@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.groups import Groups
 from kvbench.cache.store import SlotShape
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import Dense, Part, read_all
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.reference import attend
@@ -72,7 +73,7 @@ def test_masks_of_each_head(heads: tuple[int, int], q: int) -> None:
     query, key, value = draw(heads, q)
     visible = torch.rand(2, heads[1], q, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.3
     visible[..., 7] = True
-    got = attend(query, [Dense(key)], [Dense(value)], Scoring(0.4), visible=visible)
+    got = attend(query, [Dense(key)], [Dense(value)], Scoring(0.4), AttendOptions(visible))
     by_query_head = visible.repeat_interleave(heads[0] // heads[1], dim=1)
     check(got, attention_matrix(query, key, by_query_head, 0.4), value)
     assert got[1].flatten(1, 2)[~by_query_head].eq(0).all()
@@ -98,7 +99,7 @@ def test_another_query_for_the_sinks(heads: tuple[int, int], n_sink: int, cut: s
     query, key, value = draw(heads, 2)
     sink_query = draw(heads, 2)[0].flip(-1)
     keys, key = splits(key, cut)
-    got = attend(query, keys, [Dense(value)], Scoring(0.4), sink_query=sink_query, n_sink=n_sink)
+    got = attend(query, keys, [Dense(value)], Scoring(0.4), AttendOptions(sink_query=sink_query, n_sink=n_sink))
     doubled = torch.cat([query, sink_query], dim=-1)
     none = torch.zeros_like(key)
     sink_keys, other_keys = torch.cat([none, key], dim=-1), torch.cat([key, none], dim=-1)

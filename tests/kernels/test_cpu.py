@@ -22,6 +22,7 @@ from kvbench.cache.store import DenseStore, Slots, SlotShape, Store
 from kvbench.kernels import REFERENCE, compile, compiled, reference
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.kernels.cpu_parts import MOST_ROWS, pack_parts
+from kvbench.kernels.options import NO_OPTIONS, AttendOptions
 from kvbench.kernels.parts import Axis, Coded, Dense, Packed, Part, Split
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise
@@ -60,20 +61,19 @@ def check(
     values: list[Part],
     scoring: Scoring,
     tolerance: float = 1e-5,
-    **options: Tensor | int | None,
+    options: AttendOptions = NO_OPTIONS,
 ) -> None:
     """The kernel takes the call, and output and probabilities are those of the reference in float64."""
     assert pack_parts(query, keys, values) is not None
-    exact = dict(options)
-    if isinstance(sink := options.get("sink_query"), Tensor):
-        exact["sink_query"] = sink.to(torch.float64)
-    want = reference.attend(query.to(torch.float64), keys, values, scoring, **exact)  # type: ignore[arg-type]
-    got = kernel.attend(query, keys, values, scoring, **options)  # type: ignore[arg-type]
+    sink = options.sink_query
+    exact = replace(options, sink_query=None if sink is None else sink.to(torch.float64))
+    want = reference.attend(query.to(torch.float64), keys, values, scoring, exact)
+    got = kernel.attend(query, keys, values, scoring, options)
     assert got[1] is not None and got[1].dtype == torch.float32 and got[0].dtype == query.dtype
     assert got[0].shape == want[0].shape and got[1].shape == want[1].shape
     assert relative(got[0].to(torch.float64), want[0]) < tolerance
     assert relative(got[1].to(torch.float64), want[1]) < tolerance
-    assert kernel.attend(query, keys, values, scoring, **options, want_probabilities=False)[1] is None  # type: ignore[arg-type]
+    assert kernel.attend(query, keys, values, scoring, replace(options, want_probabilities=False))[1] is None
 
 
 def dense(rows: Tensor, dtype: torch.dtype, spare: int = 3) -> Dense:
@@ -197,9 +197,7 @@ def test_random_calls(kernel: CpuKernel, case: Case) -> None:
         build_side(key, case.cuts[0]),
         build_side(value, case.cuts[1]),
         scoring,
-        visible=visible,
-        sink_query=sink_query if n_sink else None,
-        n_sink=n_sink,
+        options=AttendOptions(visible, sink_query if n_sink else None, n_sink),
     )
 
 
@@ -231,7 +229,9 @@ def test_keys_in_two_places(kernel: CpuKernel, latent: str, rotated: torch.dtype
         keys.append(Split(part, dense(rope[:, :, at], rotated)))
     visible = torch.rand(2, 1, 1, length, generator=draw) < 0.5 if mask else None
     query = torch.randn(2, 1, 16, 576, generator=draw).transpose(1, 2)
-    check(kernel, query, keys, values, Scoring(192**-0.5, softcap=30.0 if mask else None), visible=visible)
+    check(
+        kernel, query, keys, values, Scoring(192**-0.5, softcap=30.0 if mask else None), options=AttendOptions(visible)
+    )
 
 
 @pytest.mark.parametrize("dim", [40, 48, 64, 128])
@@ -245,6 +245,15 @@ def test_codebooks(kernel: CpuKernel, bits: int, dim: int) -> None:
     )
 
 
+def test_lengths_go_to_the_reference(kernel: CpuKernel) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 2, 1, 32, generator=draw), Dense(torch.randn(1, 2, 40, 32, generator=draw))
+    options = AttendOptions(lengths=torch.tensor([[[0, 0, 7]]], dtype=torch.int32))
+    got, _ = kernel.attend(query, [key], [key], Scoring(0.2), options)
+    want, _ = reference.attend(query, [key.first(7)], [key.first(7)], Scoring(0.2))
+    torch.testing.assert_close(got, want)
+
+
 def test_every_8_bit_float(kernel: CpuKernel) -> None:
     """All 254 finite numbers, subnormal ones too, each read back exactly; NaN stays NaN."""
     every = torch.arange(256, dtype=torch.uint8).view(E4M3)
@@ -252,7 +261,9 @@ def test_every_8_bit_float(kernel: CpuKernel) -> None:
     value = finite.view(1, 1, -1, 1).repeat(1, 1, 1, 32)
     for i in range(0, len(finite), 7):
         seen = (torch.arange(len(finite)) == i).view(1, 1, 1, -1)
-        got, _ = kernel.attend(torch.ones(1, 1, 1, 32), [Dense(value)], [Dense(value)], Scoring(1e-3), visible=seen)
+        got, _ = kernel.attend(
+            torch.ones(1, 1, 1, 32), [Dense(value)], [Dense(value)], Scoring(1e-3), AttendOptions(seen)
+        )
         assert torch.equal(got, finite[i].float().expand(1, 1, 1, 32))
     check(kernel, torch.full((1, 1, 1, 32), 1e-3), [Dense(value)], [Dense(value)], Scoring(1.0))
     broken = every[127].view(1, 1, 1, 1).repeat(1, 1, 1, 32)
@@ -283,7 +294,7 @@ def test_threads_share_the_work(kernel: CpuKernel) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            check(kernel, query, keys, values, Scoring(0.3, softcap=20.0), visible=visible)
+            check(kernel, query, keys, values, Scoring(0.3, softcap=20.0), options=AttendOptions(visible))
     finally:
         torch.set_num_threads(before)
 
@@ -302,7 +313,7 @@ def test_a_row_that_sees_nothing_is_nan(kernel: CpuKernel) -> None:
     key = torch.ones(1, 1, 40, 32)
     visible = torch.zeros(1, 1, 1, 40, dtype=torch.bool)
     for attend in (kernel.attend, REFERENCE.attend):
-        output, _ = attend(torch.ones(1, 1, 1, 32), [Dense(key)], [Dense(key)], Scoring(1.0), visible=visible)
+        output, _ = attend(torch.ones(1, 1, 1, 32), [Dense(key)], [Dense(key)], Scoring(1.0), AttendOptions(visible))
         assert output.isnan().all()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvbench.kernels import compiled, reference
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.kernels.cpu_parts import pack_parts
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import Coded, Dense, Packed, Paged
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import pack, quantise
@@ -116,10 +117,10 @@ def test_random_tables(
     parts = [[paged(side, kind, per_head, scattered, generator)] for side in (keys, values)]
     scoring = Scoring(0.125, sink_logits=sinks)
     n_sink = min(n_sink, longest)
-    extra = {"visible": visible, "sink_query": sink_query if n_sink else None, "n_sink": n_sink}
+    options = AttendOptions(visible, sink_query if n_sink else None, n_sink)
     assert pack_parts(query, *parts) is not None
     for attend in (kernel.attend, reference.attend):
-        output, probabilities = attend(query, *parts, scoring, **extra)
+        output, probabilities = attend(query, *parts, scoring, options)
         assert probabilities is not None
         for b, row in enumerate(count):
             for h, n in enumerate(row):
@@ -130,9 +131,11 @@ def test_random_tables(
                     [held(keys[b][h][None, None], kind)],
                     [held(values[b][h][None, None], kind)],
                     alone,
-                    None if visible is None else visible[b : b + 1, h : h + 1, :, :n],
-                    sink_query[b : b + 1, mine].double() if n_sink else None,
-                    min(n_sink, n),
+                    AttendOptions(
+                        None if visible is None else visible[b : b + 1, h : h + 1, :, :n],
+                        sink_query[b : b + 1, mine].double() if n_sink else None,
+                        min(n_sink, n),
+                    ),
                 )
                 assert torch.allclose(output[b, mine].double(), want[0], atol=2e-5)
                 assert torch.allclose(probabilities[b, h, ..., :n].double(), weights[0, 0], atol=1e-5)

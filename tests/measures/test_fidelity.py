@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,14 @@ from kvbench.measures.fidelity import Fidelity
 from kvbench.measures.fidelity import continuations as measured
 from kvbench.measures.fidelity.continuations import continue_prompts, divergence, prompt_offsets
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.results.row import flags_of
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
+from tests.shared.text import Breaks, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 16
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
 TEXT = torch.randint(97, (1_000,), generator=torch.Generator().manual_seed(1))
 SINKS, BUDGET = 4, 36
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +91,24 @@ def test_full_and_recompute_never_leave() -> None:
 
 def test_engaged_and_kept() -> None:
     rows = rows_of(continue_prompts(bench(methods("full", "h2o", budget=12)), settings()))
-    assert [value(rows, m, "engaged") for m in ("full", "h2o")] == [0, 1]
+    assert [value(rows, m, "engaged") for m in ("full", "h2o")] == [0, (TOKENS - 1) / TOKENS]  # the prompt gives one
     assert [value(rows, m, "kept_tokens") for m in ("full", "h2o")] == [CONTEXT + TOKENS - 1, 12]
+
+
+def test_engaged_is_the_share_of_the_tokens_that_were_predicted_after_an_eviction() -> None:
+    """Five fed tokens fit, the sixth evicts after its own step: seven predictions come from a whole cache."""
+    rows = rows_of(continue_prompts(bench(methods("full", "h2o", budget=CONTEXT + 5)), settings()))
+    assert value(rows, "h2o", "engaged") == pytest.approx((TOKENS - 7) / TOKENS)
+
+
+def test_logits_that_are_not_finite_agree_with_nothing() -> None:
+    broken = random_llama(4, 2, 16, dtype=torch.float32)
+    torch.nn.init.constant_(broken.lm_head.weight, torch.nan)
+    (finding,) = continue_prompts(run_context_of(broken, methods("full", "h2o"), TEXT), settings())
+    scored = [row for row in finding.rows if row.metric in ("divergence_step", "diverged_share", "length_ratio")]
+    assert len(scored) == 4
+    assert all(flags_of(row) == {"not_finite"} and row.value != row.value for row in scored)
+    assert {method["divergence_step"] for sample in finding.samples for method in sample["methods"]} == {None}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kvbench.cache import build, graph
+from kvbench.cache import build
+from kvbench.cache import prefill as prefill_module
 from kvbench.cache.build import Method
 from kvbench.cache.caches import RecomputeCache
 from kvbench.cache.decode import generate
+from kvbench.cache.decode_cache import DecodeCache
 from kvbench.cache.store import DenseStore
 from kvbench.measures.context import RunContext
 from kvbench.measures.latency import Latency, machine
@@ -34,17 +36,11 @@ from kvbench.measures.latency.decode_times import (
 from kvbench.measures.latency.generation import FIXED
 from kvbench.results.row import Row, flags_of
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
+from tests.shared.text import Breaks, limit_prefill, methods, rows_of, run_context_of, value
 
 CONTEXT = 40
 MODEL = random_llama(4, 2, 16, dtype=torch.float32)
 TEXT = torch.randint(97, (500,), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 def settings(**changes: Any) -> Latency:
@@ -85,14 +81,14 @@ def test_number_of_timed_steps(steps: int, warmup: int) -> None:
 def test_methods_take_turns_of_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[object] = []
     fed: dict[int, list[int]] = {}
-    step = graph.step
+    step = DecodeCache.step
 
-    def spy(model: Any, ids: Any, cache: Any) -> Any:
+    def spy(cache: DecodeCache, model: Any, ids: Any, logits_to_keep: int = 1) -> Any:
         caches.append(cache)
         fed.setdefault(id(cache), []).append(int(ids))
-        return step(model, ids, cache)
+        return step(cache, model, ids, logits_to_keep)
 
-    monkeypatch.setattr(graph, "step", spy)
+    monkeypatch.setattr(DecodeCache, "step", spy)
     monkeypatch.setattr(measured, "_generations", lambda *_: [])
     rows_of(time_decoding(bench(methods("full", "h2o", "recompute")), settings(steps=40, warmup=3)))
     order = [(id(cache), len(list(run))) for cache, run in itertools.groupby(caches, key=lambda cache: cache)]
@@ -119,7 +115,8 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks at the clock sees a second more than whoever looked before."""
     seconds = itertools.count()
     monkeypatch.setattr(measured, "clock", lambda device: float(next(seconds)))
-    monkeypatch.setattr(build, "clock", lambda device: float(next(seconds)))
+    for module in (build, prefill_module):
+        monkeypatch.setattr(module, "clock", lambda device: float(next(seconds)))
 
 
 @pytest.mark.usefixtures("ticking")
@@ -445,14 +442,7 @@ def test_a_method_that_breaks_while_its_cache_is_built() -> None:
 
 
 def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = measured.prefill
-
-    def too_long(model: Any, ids: Any, *rules: Any) -> Any:
-        if ids.shape[1] >= CONTEXT:
-            raise torch.OutOfMemoryError("too long")
-        return prefill(model, ids, *rules)
-
-    monkeypatch.setattr(measured, "prefill", too_long)
+    limit_prefill(monkeypatch, measured, CONTEXT)
     here = bench(methods("full", "h2o"))
     rows = rows_of(time_decoding(here, settings(contexts=[20, CONTEXT])))
     assert {(row.method, row.context) for row in rows} == {("full", 20), ("h2o", 20)}

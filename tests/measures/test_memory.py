@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kvbench.models.load import load_model
 from kvbench.results.row import Row
 from tests.shared.families import tiny
 from tests.shared.models import random_llama
-from tests.shared.text import Breaks, light, methods, rows_of, run_context_of, value
+from tests.shared.text import Breaks, methods, rows_of, run_context_of, value
 
 CONTEXT, TOKENS = 40, 4
 SEEN = CONTEXT + TOKENS
@@ -32,12 +31,6 @@ LAYERS, KV_HEADS, HEAD = 2, 2, 16
 MODEL = random_llama(4, KV_HEADS, HEAD, layers=LAYERS, dtype=torch.float32)
 TEXT = torch.randint(97, (500,), generator=torch.Generator().manual_seed(1))
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 def bench(named: dict[str, Method], model: Any = MODEL) -> RunContext:

@@ -7,7 +7,6 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from kvbench.cache.build import Method
+from kvbench.cache.decode import Continuation
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore
 from kvbench.errors import UserError
@@ -35,7 +35,7 @@ from tests.shared.text import (
     CHARACTERS,
     Breaks,
     character_tokenizer,
-    light,
+    limit_prefill,
     methods,
     prose,
     rows_of,
@@ -48,12 +48,6 @@ TEXT = torch.tensor(TOKENIZER(prose(3_000))["input_ids"])
 MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
 LENGTH = 120
 ANSWER_TOKENS = TASKS["single_number"].answer_tokens
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +64,11 @@ def settings(**changes: Any) -> Needle:
 def one(seed: int, length: int, depth: float, sample: int) -> Prompt:
     maker = Maker(TOKENIZER, TEXT, seed, settings(), length)
     return maker.prompt(TASKS["single_number"], depth, sample)
+
+
+def said(tokens: Tensor) -> Continuation:
+    """These tokens as what a cache that was never compressed generates."""
+    return Continuation(tokens, [False] * tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool))
 
 
 def bench(named: dict[str, Method], **more: Any) -> RunContext:
@@ -244,11 +243,12 @@ def test_what_is_compressed_ends_before_or_after_the_question(question: str) -> 
 
 
 def test_full_that_finds_nothing_makes_a_cell_uninformative(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(model: object, question: object, cache: Any, count: int) -> Tensor:
+    def answer(model: object, question: object, cache: Any, count: int) -> Continuation:
         found = cache.kept_tokens == 12 or cache.last_logits[0, 0] > threshold
-        return torch.full((cache.last_logits.shape[0], count), TOKENIZER.convert_tokens_to_ids("1" if found else "x"))
+        token = TOKENIZER.convert_tokens_to_ids("1" if found else "x")
+        return said(torch.full((cache.last_logits.shape[0], count), token))
 
-    monkeypatch.setattr(measured, "generate", answer)
+    monkeypatch.setattr(measured, "continuation", answer)
     monkeypatch.setattr(measured, "is_hit", lambda text, value: text[0] == "1")
     threshold = torch.inf  # the full cache finds nothing
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(batch=1)))
@@ -281,10 +281,10 @@ def test_a_real_model_finds_the_needle_with_a_full_cache_and_not_without_it(
 def test_what_follows_the_end_of_an_answer_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that has ended and goes on may come to the value by itself."""
 
-    def answer(model: object, question: object, cache: Any, count: int) -> Tensor:
-        return torch.tensor([TOKENIZER("= 12345")["input_ids"]] * cache.last_logits.shape[0])
+    def answer(model: object, question: object, cache: Any, count: int) -> Continuation:
+        return said(torch.tensor([TOKENIZER("= 12345")["input_ids"]] * cache.last_logits.shape[0]))
 
-    monkeypatch.setattr(measured, "generate", answer)
+    monkeypatch.setattr(measured, "continuation", answer)
     monkeypatch.setattr(measured, "is_hit", lambda text, value: text.endswith("12345"))
     for ends, rate in (([], 1), ([TOKENIZER.convert_tokens_to_ids("=")], 0)):
         monkeypatch.setattr(measured, "end_tokens", lambda loaded, ends=ends: ends)
@@ -301,7 +301,9 @@ def test_prompts_that_were_checked_are_not_made_again(monkeypatch: pytest.Monkey
 
 def test_bos_counts_as_a_token_of_the_length() -> None:
     plain = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH)
-    begun = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH, bos=7)
+    longer = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH, bos=(7, 8))
+    assert all(prompt.ids[:2] == [7, 8] and len(prompt.ids) == LENGTH for prompt in longer)
+    begun = make_prompts(TOKENIZER, TEXT, 0, settings(), LENGTH, bos=(7,))
     assert {len(prompt.ids) for prompt in (*plain, *begun)} == {LENGTH}
     assert all(prompt.ids[0] == 7 for prompt in begun)
     assert all(needle in TOKENIZER.decode(prompt.ids) for prompt in begun for needle in prompt.draft.needles)
@@ -310,18 +312,55 @@ def test_bos_counts_as_a_token_of_the_length() -> None:
 def test_finding_more_than_the_full_cache_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the interval of the paired differences, that is."""
 
-    def answer(model: object, question: object, cache: Any, count: int) -> Tensor:
+    def answer(model: object, question: object, cache: Any, count: int) -> Continuation:
         rows = cache.last_logits.shape[0]
         found = [cache.kept_tokens == 12 or row == 0 for row in range(rows)]
-        return torch.tensor([[TOKENIZER.convert_tokens_to_ids("1" if hit else "x")] for hit in found])
+        return said(torch.tensor([[TOKENIZER.convert_tokens_to_ids("1" if hit else "x")] for hit in found]))
 
-    monkeypatch.setattr(measured, "generate", answer)
+    monkeypatch.setattr(measured, "continuation", answer)
     monkeypatch.setattr(measured, "is_hit", lambda text, value: text[0] == "1")
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(samples=4, batch=4)))
     (pooled,) = (row for row in rows if row.metric == "hit_rate_minus_full" and row.depth is None)
     assert pooled.value is not None and pooled.value > 0 and pooled.low is not None and pooled.low > 0
     assert flags_of(pooled) == {"better_than_full"}
     assert all(row.flags is None for row in rows if row.metric == "hit_rate")
+
+
+# engaged, and logits that are not finite
+
+
+@pytest.mark.parametrize(
+    ("budget", "after", "before"), [(200, 0.0, 0.0), (12, 1.0, (ANSWER_TOKENS - 1) / ANSWER_TOKENS)]
+)
+def test_engaged_is_the_share_of_the_answer_that_was_predicted_after_an_eviction(
+    budget: int, after: float, before: float
+) -> None:
+    """Before the prompt ends nothing is evicted: a question in it is answered by one token of the full cache's."""
+    rows = rows_of(ask_needles(bench(methods("full", "h2o", budget=budget)), settings(question=["after", "before"])))
+    assert value(rows, "h2o", "engaged", question="after") == after
+    assert value(rows, "h2o", "engaged", question="before") == pytest.approx(before)
+
+
+def test_engaged_counts_evictions_while_the_question_and_the_answer_are_fed() -> None:
+    asked = settings(depths=[0.5], samples=1)
+    (prompt,) = make_prompts(TOKENIZER, TEXT, 0, asked, LENGTH)
+    question = len(prompt.question)
+    for budget, share in (
+        (LENGTH + question - 1, (ANSWER_TOKENS - 1) / ANSWER_TOKENS),
+        (LENGTH + question + 2, (ANSWER_TOKENS - 4) / ANSWER_TOKENS),
+    ):
+        rows = rows_of(ask_needles(bench(methods("full", "h2o", budget=budget)), asked))
+        assert value(rows, "h2o", "engaged") == pytest.approx(share)
+
+
+def test_answers_from_logits_that_are_not_finite_are_undefined_and_flagged() -> None:
+    broken = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
+    torch.nn.init.constant_(broken.lm_head.weight, torch.nan)
+    rows = rows_of(ask_needles(run_context_of(broken, methods("full", "h2o"), TEXT, TOKENIZER), settings()))
+    scored = [row for row in rows if row.metric in ("hit_rate", "hits", "hit_rate_minus_full")]
+    assert len(scored) == 5 * 4  # three depths and all of them: two metrics of the full cache, three of h2o
+    for row in scored:
+        assert flags_of(row) == {"not_finite"} and row.value != row.value and (row.low, row.high) == (None, None)
 
 
 # failures
@@ -361,14 +400,7 @@ def test_a_baseline_that_broke_half_way_calls_nothing_uninformative() -> None:
 
 
 def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = prefills.prefill
-
-    def too_long(model: Any, ids: Tensor, *rest: Any) -> Any:
-        if ids.shape[1] >= LENGTH:
-            raise torch.OutOfMemoryError("too long")
-        return plain(model, ids, *rest)
-
-    monkeypatch.setattr(prefills, "prefill", too_long)
+    limit_prefill(monkeypatch, prefills, LENGTH)
     here = bench(methods("full", "h2o"))
     rows = rows_of(ask_needles(here, settings(lengths=[LENGTH, 90])))
     assert {(row.method, row.context) for row in rows} == {("full", 90), ("h2o", 90)}
@@ -551,7 +583,7 @@ def test_a_chat_template_goes_around_the_prompt_and_into_the_row() -> None:
     asked = settings(template="chat", depths=[0.5], samples=1)
     (prompt,) = make_prompts(tokenizer, text, 0, asked, LENGTH)
     assert tokenizer.decode(prompt.ids).startswith("<user>")
-    assert make_prompts(tokenizer, text, 0, asked, LENGTH, bos=7)[0].ids == prompt.ids  # a template brings its own
+    assert make_prompts(tokenizer, text, 0, asked, LENGTH, bos=(7,))[0].ids == prompt.ids  # a template brings its own
     assert tokenizer.decode(prompt.question).startswith(f"{prompt.draft.question}</s><assistant>")
     model = random_llama(4, 2, 16, vocab=len(tokenizer), dtype=torch.float32)
     rows = rows_of(ask_needles(run_context_of(model, methods("full"), text, tokenizer), asked))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared.models import random_llama
 from tests.shared.scoring import CONTEXT, MODEL, TEXT, bench, plain_nll, settings
-from tests.shared.text import light, methods, rows_of, run_context_of, value
+from tests.shared.text import methods, rows_of, run_context_of, value
 
 SMALL = ("h2o", "kivi", "random", "streaming_llm")
 
@@ -44,12 +44,6 @@ class Observing(Random):
 
     def observations(self) -> tuple[Observation, ...]:
         return (LastQueries(4),)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 def stream_by_hand(method: Method, ids: Tensor) -> np.ndarray:

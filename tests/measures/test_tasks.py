@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,10 @@ from kvbench.texts.answer_metrics import (
 from kvbench.texts.prompts import Template
 from kvbench.texts.task_sets import NAMES, Sample, check_tasks, encode, files_fingerprint, load_samples
 from tests.shared.models import random_llama
-from tests.shared.text import character_tokenizer, light, methods, prose, rows_of, run_context_of, value
+from tests.shared.text import character_tokenizer, methods, prose, rows_of, run_context_of, value
 
 TOKENIZER = character_tokenizer()
 MODEL = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with light():
-        yield
 
 
 def settings(path: Path | None, **changes: Any) -> Tasks:
@@ -213,7 +206,7 @@ def test_what_ruler_hides_is_not_cut_away(tmp_path: Path) -> None:
     whole = 300 + len("\nWhat is 0?" + " It is")
     asked = settings(tmp_path, set="ruler", names=["vt"], longest=whole)
     assert set(check_tasks(asked, None, TOKENIZER)) == {"vt"}
-    for given, bos, needed in ((whole - 1, None, whole), (whole, 7, whole + 1)):
+    for given, bos, needed in ((whole - 1, (), whole), (whole, (7,), whole + 1)):
         with pytest.raises(UserError, match=f"type tasks.longest={needed}"):
             check_tasks(replace(asked, longest=given), None, TOKENIZER, bos)
     write(tmp_path, "hotpotqa")  # as LongBench cuts it
@@ -267,11 +260,34 @@ def test_every_method_answers_and_is_paired_with_the_full_cache(tmp_path: Path) 
     assert value(after, "h2o", "kept_tokens") == 12
 
 
+def test_engaged_counts_evictions_while_the_answer_is_fed(tmp_path: Path) -> None:
+    write(tmp_path, "hotpotqa")
+    bench = run_context_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER, save_tokens=True)
+    (finding,) = answer_tasks(bench, settings(tmp_path, samples=1))
+    sample = finding.samples[0]
+    held = len(sample["ids"]) + len(sample["question_ids"])
+    named = methods("full", "h2o", budget=held + 3)
+    compared = run_context_of(MODEL, named, bench.tokens, TOKENIZER)
+    rows = rows_of(answer_tasks(compared, settings(tmp_path, samples=1)))
+    assert value(rows, "h2o", "engaged") == pytest.approx(1 / 6)  # the first five of six tokens follow no eviction
+    assert value(rows, "full", "engaged") == 0
+
+
+def test_a_task_answered_from_logits_that_are_not_finite_is_undefined_and_flagged(tmp_path: Path) -> None:
+    write(tmp_path, "hotpotqa")
+    broken = random_llama(4, 2, 16, vocab=len(TOKENIZER), dtype=torch.float32)
+    torch.nn.init.constant_(broken.lm_head.weight, torch.nan)
+    bench = run_context_of(broken, methods("full", "h2o"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
+    scored = [row for row in rows_of(answer_tasks(bench, settings(tmp_path))) if row.metric.startswith("score")]
+    assert len(scored) == 3
+    assert all(flags_of(row) == {"not_finite"} and row.value != row.value for row in scored)
+
+
 def test_prompts_begin_with_bos_where_windows_do(tmp_path: Path) -> None:
     write(tmp_path, "hotpotqa")
     bench = run_context_of(MODEL, methods("full"), torch.zeros(10, dtype=torch.int64), TOKENIZER, save_tokens=True)
     (plain,) = answer_tasks(bench, settings(tmp_path))
-    (begun,) = answer_tasks(replace(bench, bos=7), settings(tmp_path))
+    (begun,) = answer_tasks(replace(bench, bos=(7,)), settings(tmp_path))
     for before, after in zip(plain.samples, begun.samples, strict=True):
         assert after["ids"][0] == 7 and len(after["ids"]) == len(before["ids"])
         assert after["ids"][1:60] == before["ids"][:59]

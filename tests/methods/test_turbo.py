@@ -86,10 +86,15 @@ def test_error_is_that_of_the_codebook_whatever_the_rows_are() -> None:
 
 @pytest.mark.parametrize(("k_bits", "v_bits"), [(4, 4), (3, 3), (4, 3)])
 def test_bytes_by_hand(k_bits: int, v_bits: int) -> None:
-    slots = Turbo(k_bits, v_bits).allocate(SlotShape(2, 3, 64, 96, 50, 1, torch.float32, CPU))
+    shape = SlotShape(2, 3, 64, 96, 50, 1, torch.float32, CPU)
+    slots = Turbo(k_bits, v_bits).allocate(shape)
     held = held_bytes(slots.buffers(5))
-    assert held.parts == {"codes": 2 * 3 * 50 * (64 * k_bits + 96 * v_bits) // 8, "scales": 2 * 3 * 50 * 2 * 2}
-    assert held.used == held.held * 5 / 50
+    books = {4: 4 * (16 + 15), 3: 4 * (8 + 7)}  # levels and the borders between them in float32
+    codebooks = books[k_bits] + books[v_bits]
+    codes, norms = 2 * 3 * 50 * (64 * k_bits + 96 * v_bits) // 8, 2 * 3 * 50 * 2 * 2
+    assert held.parts == {"codes": codes, "scales": norms + codebooks}
+    assert held.used == (codes + norms) * 5 / 50 + codebooks
+    assert Turbo(k_bits, v_bits).planned_bytes(shape) == held.held
 
 
 def test_settings_that_cannot_be_held() -> None:

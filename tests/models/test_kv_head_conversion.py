@@ -23,20 +23,11 @@ from kvbench.models.load import describe, load_model, model_spec
 from kvbench.models.shape import ModelShape, shape_of, with_kv_heads
 from kvbench.results.loading import load
 from tests.shared.families import random_ids, tiny
-from tests.shared.models import random_llama
+from tests.shared.models import TINY, random_llama
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen2-window", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "gpt-oss"]
 """Between them: biases (qwen2, gpt-oss), norms a head (qwen3, gemma3) and over all heads (olmo2), fused rows (phi3),
 windows. Each has 4 query heads and 2 KV heads."""
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def resized(model: PreTrainedModel, heads: int) -> tuple[PreTrainedModel, ModelShape]:

@@ -24,17 +24,7 @@ from kvbench.methods.per_token import PerToken
 from kvbench.models.load import LoadedModel, describe, load_model, load_tokenizer, model_spec
 from kvbench.models.shape import shape_of
 from kvbench.texts.load import load_text, tokenize
-from tests.shared.models import random_llama
-
-TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+from tests.shared.models import TINY, random_llama
 
 
 def perplexity(loaded: LoadedModel, ids: torch.Tensor) -> float:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvbench.kernels import REFERENCE
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import read_all
 from kvbench.kernels.prefill import Scoring
 from scripts import check_graph, gpu_decode, gpu_kernels, gpu_timing
@@ -62,7 +63,7 @@ def test_contenders_attend_over_what_they_say() -> None:
         gpu_kernels.kivi(4, shape, 2, 256, cpu),
         gpu_kernels.per_token(4, shape, 2, 256, cpu),
     ):
-        got, probabilities = REFERENCE.attend(query, keys, values, Scoring(1.0), lengths=lengths)
+        got, probabilities = REFERENCE.attend(query, keys, values, Scoring(1.0), AttendOptions(lengths=lengths))
         key, value = (read_all(side, torch.float32).repeat_interleave(2, 1) for side in (keys, values))
         want = torch.softmax(query.float() @ key.mT, -1) @ value
         assert probabilities is not None and probabilities.shape[-1] == 256

@@ -12,14 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench import Headline, Measure, Result, setting
 from kvbench.cache.decode import step
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KEEP, KeepRule
 from kvbench.cache.store import DenseStore
-from kvbench.measures.context import Result
 from kvbench.measures.fallbacks import each_cache
-from kvbench.measures.measure import Measure, setting
-from kvbench.results.headline import Headline
 
 BUILT_FROM = []
 

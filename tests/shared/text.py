@@ -11,8 +11,10 @@ import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -21,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvbench.cache.build import Method
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
+from kvbench.measures.result import Result
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -125,6 +128,18 @@ def value(rows: list[Row], method: str, metric: str, **where: Any) -> float:
     (only,) = found
     assert only is not None
     return only
+
+
+def limit_prefill(monkeypatch: pytest.MonkeyPatch, module: ModuleType, most: int) -> None:
+    """Let `module.prefill` run out of memory for prompts of `most` tokens and more."""
+    prefill = module.prefill
+
+    def limited(model: PreTrainedModel, ids: Tensor, *rest: Any) -> Any:
+        if ids.shape[1] >= most:
+            raise torch.OutOfMemoryError("too long")
+        return prefill(model, ids, *rest)
+
+    monkeypatch.setattr(module, "prefill", limited)
 
 
 ERRORS: dict[str, type[BaseException]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from kvbench.cache.codebook import CodedRows
 from kvbench.cache.groups import Groups
 from kvbench.cache.store import SlotShape
 from kvbench.kernels import reference
+from kvbench.kernels.options import NO_OPTIONS, AttendOptions
 from kvbench.kernels.parts import Dense, Packed, Part
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel
@@ -123,19 +126,21 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30))
 
 
-def errors(query: Tensor, parts: Parts, scoring: Scoring | None = None, **more: object) -> tuple[float, float]:
+def errors(
+    query: Tensor, parts: Parts, scoring: Scoring | None = None, options: AttendOptions = NO_OPTIONS
+) -> tuple[float, float]:
     """Errors of output and probabilities against the reference, which gets the queries in float32."""
     scoring = scoring or Scoring(query.shape[3] ** -0.5)
-    got, probabilities = TritonKernel().attend(query, *parts, scoring, **more)
-    exact = {k: v.float() if k == "sink_query" and isinstance(v, Tensor) else v for k, v in more.items()}
-    want, expected = reference.attend(query.float(), *parts, scoring, **exact)
+    got, probabilities = TritonKernel().attend(query, *parts, scoring, options)
+    exact = options if options.sink_query is None else replace(options, sink_query=options.sink_query.float())
+    want, expected = reference.attend(query.float(), *parts, scoring, exact)
     assert got.dtype == query.dtype and got.shape == want.shape
     assert probabilities is not None and probabilities.shape == expected.shape
     assert probabilities.dtype == torch.float32
     return error(got, want), error(probabilities, expected)
 
 
-def check(query: Tensor, parts: Parts, scoring: Scoring | None = None, **more: object) -> None:
-    output, probabilities = errors(query, parts, scoring, **more)
+def check(query: Tensor, parts: Parts, scoring: Scoring | None = None, options: AttendOptions = NO_OPTIONS) -> None:
+    output, probabilities = errors(query, parts, scoring, options)
     assert output <= TOLERANCE[query.dtype]
     assert probabilities <= PROBABILITY_TOLERANCE[query.dtype]

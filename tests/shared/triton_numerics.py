@@ -21,6 +21,7 @@ from kvbench.cache.decode import step
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.store import DenseStore
 from kvbench.kernels import reference, triton_kernels, triton_plan
+from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.parts import Dense, Part
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.triton_decode import TritonKernel, refusal
@@ -154,9 +155,9 @@ def test_several_tokens_and_holes_in_each_head() -> None:
     query, key, value = draw(torch.float16, 90, (6, 2), q=3, batch=2)
     visible = torch.rand(2, 2, 3, 90, generator=torch.Generator().manual_seed(1)) < 0.4
     visible[..., 5] = True
-    check(query, per_token(key, value), visible=visible)
+    check(query, per_token(key, value), options=AttendOptions(visible))
     causal = torch.arange(90) <= torch.arange(87, 90).view(1, 1, 3, 1)
-    check(query, kivi(key, value, residual=32), visible=causal)
+    check(query, kivi(key, value, residual=32), options=AttendOptions(causal))
 
 
 @pytest.mark.parametrize("programs", [1, 3])
@@ -178,7 +179,7 @@ def test_unseen_slots_get_exactly_nothing() -> None:
     query, key, value = draw(torch.float32, 140)
     visible = torch.zeros(1, 1, 1, 140, dtype=torch.bool)
     visible[..., 3] = True  # whole tiles, and whole programs, see nothing
-    output, probabilities = TritonKernel().attend(query, *dense(key, value), Scoring(0.1), visible=visible)
+    output, probabilities = TritonKernel().attend(query, *dense(key, value), Scoring(0.1), AttendOptions(visible))
     assert probabilities is not None and torch.equal(probabilities.view(2, 140), visible[0, 0].repeat(2, 1).float())
     torch.testing.assert_close(output[0, :, 0], value[0, 0, 3].expand(2, -1))
 
@@ -194,14 +195,14 @@ def test_softcap_and_learned_sinks(softcap: float | None, sinks: bool) -> None:
 @pytest.mark.parametrize("kind, n_sink", [("dense", 4), ("per token", 1), ("per token", 70), ("kivi", 4)])
 def test_another_query_for_the_sinks(kind: str, n_sink: int) -> None:
     query, key, value = draw(torch.float16, 150, (4, 2), q=2)
-    check(query, store(kind, key, value), sink_query=query.flip(-1), n_sink=n_sink)
+    check(query, store(kind, key, value), options=AttendOptions(sink_query=query.flip(-1), n_sink=n_sink))
 
 
 def test_probabilities_only_on_request() -> None:
     query, key, value = draw(torch.float16, 70)
     parts = kivi(key, value, residual=32)
     with_them = TritonKernel().attend(query, *parts, Scoring(0.1))[0]
-    without, nothing = TritonKernel().attend(query, *parts, Scoring(0.1), want_probabilities=False)
+    without, nothing = TritonKernel().attend(query, *parts, Scoring(0.1), AttendOptions(want_probabilities=False))
     assert nothing is None and torch.equal(with_them, without)
 
 
@@ -219,7 +220,7 @@ def test_lengths_by_pointer(length: int) -> None:
     query, key, value = draw(torch.float16, length, (4, 2))
     slots = kivi_slots(key, value, (4, 4), 32, 32, capacity=200)
     parts, lengths = whole_kivi(slots)
-    got = TritonKernel().attend(query, *parts, Scoring(0.1), lengths=lengths)
+    got = TritonKernel().attend(query, *parts, Scoring(0.1), AttendOptions(lengths=lengths))
     want = reference.attend(query.float(), slots.key_parts(), slots.value_parts(), Scoring(0.1))
     assert error(got[0], want[0]) < 2e-3
     assert got[1] is not None and error(got[1][..., :length], want[1]) < 1e-3
@@ -233,7 +234,7 @@ def test_lengths_of_3_bit_codes_and_codebooks_by_pointer(kind: str, bits: int) -
     if kind == "per token":
         longer = [torch.cat([rows, torch.full_like(rows, 60000.0)], 2) for rows in (key, value)]
         parts = per_token(longer[0], longer[1], (bits, bits))
-    got = TritonKernel().attend(query, *parts, Scoring(0.1), lengths=lengths)
+    got = TritonKernel().attend(query, *parts, Scoring(0.1), AttendOptions(lengths=lengths))
     want = reference.attend(query.float(), *store(kind, key, value, bits), Scoring(0.1))
     assert error(got[0], want[0]) < 2e-3
     assert got[1] is not None and error(got[1][..., :77], want[1]) < 1e-3
@@ -246,9 +247,9 @@ def test_a_length_for_each_head() -> None:
     visible = torch.arange(150) < lengths[:, :, None, None]
     key, value = (rows.masked_fill(~visible.mT, torch.nan) for rows in (key, value))
     by_pointer = torch.stack([torch.zeros_like(lengths), torch.zeros_like(lengths), lengths], -1)
-    got = TritonKernel().attend(query, *dense(key, value), Scoring(0.1), lengths=by_pointer)
+    got = TritonKernel().attend(query, *dense(key, value), Scoring(0.1), AttendOptions(lengths=by_pointer))
     finite = dense(key.nan_to_num(), value.nan_to_num())
-    want = reference.attend(query, *finite, Scoring(0.1), visible=visible)
+    want = reference.attend(query, *finite, Scoring(0.1), AttendOptions(visible))
     assert error(got[0], want[0]) < 1e-5
     assert got[1] is not None and error(got[1], want[1]) < 1e-5
 
@@ -263,14 +264,16 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
         (query, packed(key, "channel", 2, 8), [Dense(value)], "groups of 8 codes of 2 bits"),
         (query, packed(key, "token", 3, 32), [Dense(value)], "groups of 32 codes of 3 bits"),
         (query, coded(key, value)[0], coded(key[..., :16], value[..., :16], (3, 3))[1], "groups of 16 codes of 3 bits"),
-        (query, [Dense(key.mT.contiguous().mT)], [Dense(value)], "neighbours"),
+        (query, [Dense(key.mT.contiguous().mT)], [Dense(value)], "not adjacent"),
     ]
     for q, keys, values, reason in cases:
         assert reason in str(refusal(q, keys, values))
         got = TritonKernel().attend(q, keys, values, Scoring(0.1))
         assert torch.equal(got[0], reference.attend(q, keys, values, Scoring(0.1))[0])
         with pytest.raises(ValueError, match="do not take"):
-            TritonKernel().attend(q, keys, values, Scoring(0.1), lengths=torch.zeros(3, dtype=torch.int32))
+            TritonKernel().attend(
+                q, keys, values, Scoring(0.1), AttendOptions(lengths=torch.zeros(3, dtype=torch.int32))
+            )
 
 
 MODEL = random_llama(4, 2, 32, layers=1, dtype=torch.float32)
@@ -364,7 +367,7 @@ def check_call(call: dict) -> None:
         visible[..., 0] = True
     assert refusal(query, *parts) is None
     scoring = replace(Scoring(query.shape[3] ** -0.5), softcap=call["softcap"])
-    check(query, parts, scoring, visible=visible)
+    check(query, parts, scoring, AttendOptions(visible))
 
 
 @given(calls())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,8 @@ def test_a_closed_stdout_and_a_folder_with_a_space_lose_nothing(tmp_path: Path) 
         (["hydra.run.dir=/proc/x"], "hydra.run.dir '/proc/x' cannot be written"),
         (["hydra.run.dir=/dev/null"], "'/dev/null' is a file"),
         (["-m", "hydra.sweep.dir=/proc/x"], "hydra.sweep.dir '/proc/x' cannot be written"),
+        (["-m", "hydra.sweep.subdir=/proc/x"], "hydra.sweep.subdir '/proc/x' cannot be written"),
+        (["hydra=3"], "hydra=3: Hydra's settings are set one by one"),
         (["skip_larger=[true]"], "skip_larger=[True] is not true or false"),
     ],
 )
@@ -101,3 +105,17 @@ def test_odd_values_are_one_line_and_write_nothing(
     error = capsys.readouterr().err
     assert error.startswith("kvbench: ") and error.count("\n") == 1 and line in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_room_for_a_temporary_folder_a_sweep_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    assert main(["-m", *WORDS]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvbench: no temporary folder can be made (No space left on device)")
+    assert error.count("\n") == 1 and list(tmp_path.iterdir()) == []

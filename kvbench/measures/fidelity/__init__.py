@@ -10,7 +10,8 @@ from kvbench.measures.measure import ENGAGED, Measure, setting
 from kvbench.results.headline import Headline
 
 if TYPE_CHECKING:
-    from kvbench.measures.context import Result, RunContext
+    from kvbench.measures.context import RunContext
+    from kvbench.measures.result import Result
 
 
 @dataclass(frozen=True)

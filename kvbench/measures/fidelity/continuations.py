@@ -6,6 +6,7 @@ that end by themselves at the same place never diverged. `contextratio` compares
 by themselves.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,25 +14,28 @@ from typing import Any
 import numpy as np
 
 from kvbench.cache.caches import AnyCache
-from kvbench.cache.decode import generate
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.cache.decode import continuation
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.fidelity import Fidelity
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import engagement
+from kvbench.measures.question_rows import engagement, finite_flags, tokens_of
+from kvbench.measures.result import Result
 from kvbench.measures.statistics import Units, bounded_interval, bounds, mean_interval, wilson
 from kvbench.models.load import end_tokens
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens: up to and with the end-of-text token, where `ended`."""
+    """tokens: up to and with the end-of-text token, where `ended`. engaged: share of them that were predicted after an
+    eviction or a quantisation. kept: tokens held at the end. finite: whether the logits of all tokens were."""
 
     tokens: list[int]
     ended: bool
-    engaged: bool
+    engaged: float
     kept: float
+    finite: bool
 
 
 def continue_prompts(context: RunContext, settings: Fidelity) -> Iterator[Result]:
@@ -67,12 +71,10 @@ def _answer(
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
         # Generated past the end token too: the steps of a cache must not depend on the other rows of its batch.
-        said = generate(model, None, cache, settings.tokens).tolist()
-        for i, tokens in enumerate(said):
-            stop = next((t + 1 for t, token in enumerate(tokens) if token in ends), None)
-            answers[method.label][first + i] = Answer(
-                tokens[:stop], stop is not None, cache.has_compressed, cache.kept_tokens
-            )
+        said = continuation(model, None, cache, settings.tokens)
+        for i in range(len(offsets)):
+            tokens, engaged, finite = tokens_of(said, i, ends)
+            answers[method.label][first + i] = Answer(tokens, tokens[-1] in ends, engaged, cache.kept_tokens, finite)
 
     each_cache(context, ids, answer, settings.tokens, 1, "fidelity", context=prompt)
 
@@ -96,7 +98,13 @@ def _rows(
         batch=min(settings.batch, settings.samples),
         n=len(mine),
     )
-    if len(full) == len(mine):
+    base = with_flags(base, *finite_flags(mine.values()))
+    undefined = [*finite_flags(mine.values()), *finite_flags(full.values())]
+    if len(full) == len(mine) and undefined:
+        doubtful = with_flags(base, *undefined)
+        yield replace(doubtful, metric="divergence_step", value=math.nan, unit="tokens")
+        yield replace(doubtful, metric="diverged_share", value=math.nan, unit="share")
+    elif len(full) == len(mine):
         pairs = [(mine[i], full[i]) for i in mine]
         steps = [divergence(a.tokens, b.tokens) for a, b in pairs]
         censored = np.array([len(a.tokens) if s is None else s for s, (a, _) in zip(steps, pairs, strict=True)])
@@ -143,7 +151,8 @@ def _samples(
         found = []
         for method in methods:
             answer = answers[method.label][i]
-            step = divergence(answer.tokens, full[i].tokens) if i in full else None
+            known = i in full and answer.finite and full[i].finite
+            step = divergence(answer.tokens, full[i].tokens) if known else None
             found.append(
                 {
                     "method": method.row.method,

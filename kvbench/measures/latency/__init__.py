@@ -11,7 +11,8 @@ from kvbench.results.headline import Headline
 from kvbench.results.row import Row
 
 if TYPE_CHECKING:
-    from kvbench.measures.context import MethodRun, Result, RunContext
+    from kvbench.measures.context import MethodRun, RunContext
+    from kvbench.measures.result import Result
 
 GENERATED = 21
 """Tokens that a generation of fixed length decodes at most: 16 intervals, one token, and a capture before them."""

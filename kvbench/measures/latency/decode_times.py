@@ -19,13 +19,14 @@ from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.graph import EagerDecoder, GraphDecoder, decoder_for
 from kvbench.cache.record import PrefillRecord, clock
-from kvbench.measures.context import Journal, MethodRun, Result, RunContext
+from kvbench.measures.context import Journal, MethodRun, RunContext
 from kvbench.measures.fallbacks import Fallback, announce, fallbacks_for
 from kvbench.measures.latency import Latency
 from kvbench.measures.latency.generation import Generation, generation
 from kvbench.measures.latency.machine import Machine, machine_now, read_bandwidth
 from kvbench.measures.latency.throughput import throughput
 from kvbench.measures.out_of_memory import with_fallback
+from kvbench.measures.result import Result, engagement_rows
 from kvbench.measures.statistics import bounds, median_interval, percentile_interval
 from kvbench.results.row import Row, with_flags
 
@@ -258,13 +259,8 @@ def _rows(context: RunContext, one: TimedMethod, record: PrefillRecord, prompt: 
     yield replace(many, metric="steady", value=float(steady), unit="yes")
     if not one.cache.recomputes:
         yield from _bandwidth_rows(context, one, many)
-    for metric, unit, number in (
-        ("engaged", "share", float(one.cache.has_compressed)),
-        ("kept_tokens", "tokens", one.cache.kept_tokens),
-        ("positions_processed", "positions", float(one.cache.positions_processed)),
-        ("load_average", "processes", machine.load),
-        ("clock_mhz", "MHz", machine.clock_mhz),
-    ):
+    yield from engagement_rows(base, one.cache.has_compressed, one.cache.kept_tokens, one.cache.positions_processed)
+    for metric, unit, number in (("load_average", "processes", machine.load), ("clock_mhz", "MHz", machine.clock_mhz)):
         if number is not None:
             yield replace(base, metric=metric, value=number, unit=unit)
 

@@ -15,9 +15,10 @@ from kvbench.cache.decode import step
 from kvbench.cache.formula import kept_bytes
 from kvbench.cache.record import PrefillRecord
 from kvbench.errors import UserError
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.memory import Memory
 from kvbench.measures.memory.peak import peak
+from kvbench.measures.result import Result, engagement_rows
 from kvbench.measures.subprocess_cell import can_have_children, in_subprocess
 from kvbench.models.load import ModelSpec, load_model
 from kvbench.progress import Progress
@@ -217,9 +218,6 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
         ("slack_bytes", held.slack, "bytes"),
         ("dense_bytes", dense, "bytes"),
         *((f"held_bytes.{part}", held.parts[part], "bytes") for part in MEMORY_PARTS if part in held.parts),
-        ("engaged", float(cache.has_compressed), "share"),
-        ("kept_tokens", cache.kept_tokens, "tokens"),
-        ("positions_processed", cache.positions_processed, "positions"),
         ("bytes_per_token", held.held / sizes.seen, "bytes"),
         ("bytes_per_token_layer", held.held / sizes.seen / sizes.layers, "bytes"),
     ]
@@ -228,4 +226,5 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
         found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / kept, "bits")]
     if sizes.bounded or sizes.state:  # the share of the full cache that methods can compress
         found.append(("compressible_share", sizes.growing_bytes / dense, "share"))
-    return [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]
+    rows = [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]
+    return [*rows, *engagement_rows(base, cache.has_compressed, cache.kept_tokens, cache.positions_processed)]

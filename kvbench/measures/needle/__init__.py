@@ -11,7 +11,8 @@ from kvbench.measures.target import Target
 from kvbench.results.headline import Headline
 
 if TYPE_CHECKING:
-    from kvbench.measures.context import Result, RunContext
+    from kvbench.measures.context import RunContext
+    from kvbench.measures.result import Result
 
 NeedleTask = Literal[
     "single_number",

@@ -5,6 +5,7 @@ counts as an answer: see `kvbench.texts.needle_tasks`.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,23 @@ from typing import Any
 import torch
 
 from kvbench.cache.caches import AnyCache
-from kvbench.cache.decode import generate
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.cache.decode import continuation
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, engagement, mean_over
+from kvbench.measures.question_rows import (
+    Answer,
+    Answers,
+    above_full,
+    answer_text,
+    answers_of,
+    engagement,
+    finite_flags,
+    mean_over,
+    tokens_of,
+)
+from kvbench.measures.result import Result
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -79,12 +91,13 @@ def _ask(
     ends = end_tokens(context.loaded)
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
-        engaged = cache.has_compressed
         # Generated past the end token too: kept tokens must not depend on the other rows of the batch.
-        tokens = generate(model, asked, cache, prompts[0].answer_tokens)
-        for i, prompt, row in zip(indices, prompts, tokens.tolist(), strict=True):
-            text = answer_text(context.loaded.tokenizer, row, ends)
-            answers[method.label, when][i] = Answer(text, score(prompt, text), engaged, cache.kept_tokens)
+        said = continuation(model, asked, cache, prompts[0].answer_tokens)
+        for row, (i, prompt) in enumerate(zip(indices, prompts, strict=True)):
+            tokens, engaged, finite = tokens_of(said, row, ends)
+            text = answer_text(context.loaded.tokenizer, tokens, ends)
+            found = score(prompt, text) if finite else math.nan
+            answers[method.label, when][i] = Answer(text, found, engaged, cache.kept_tokens, finite)
         context.save_kept_tokens(method, cache, indices, "needle", context=length, question=when)
 
     each_cache(context, ids, answer, fed + prompts[0].answer_tokens, max(1, fed), "needle", context=length)
@@ -126,13 +139,14 @@ def _rows(
     for depth, cell in [*groups, (None, of_task)]:
         scores, n = [mine[i].score for i in cell], len(cell)
         paired = all(i in full for i in cell)
-        here = replace(base, depth=depth, n=n, note=said)
+        here = with_flags(replace(base, depth=depth, n=n, note=said), *finite_flags(mine[i] for i in cell))
         if paired and not any(full[i].score for i in cell):
             here = with_flags(here, "uninformative")
         yield replace(here, metric="hit_rate", unit="share", **_rate(scores, context.seed))
         yield replace(here, metric="hits", value=sum(scores), unit="hits")
         if paired and not method.is_baseline:
             theirs = [full[i].score for i in cell]
+            here = with_flags(here, *finite_flags(full[i] for i in cell))
             yield above_full(replace(here, metric="hit_rate_minus_full"), scores, theirs, context.seed)
     of_all = replace(base, n=len(of_task), note=said)
     yield from engagement(of_all, [mine[i] for i in of_task])
@@ -159,16 +173,7 @@ def _sample(
         "references": list(prompt.draft.references),
         "sha256": token_hash(prompt.ids + prompt.question),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "methods": [
-            {
-                "method": method.row.method,
-                "store": method.row.store,
-                "knobs": method.knobs,
-                "answer": answers[method.label, when][i].text,
-                "hit": answers[method.label, when][i].score,
-            }
-            for method in methods
-        ],
+        "methods": answers_of(methods, answers, when, i, "hit"),
     }
     if context.save_tokens:
         sample["ids"], sample["question_ids"] = prompt.ids, prompt.question

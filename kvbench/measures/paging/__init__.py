@@ -12,7 +12,8 @@ from kvbench.results.headline import Headline
 
 if TYPE_CHECKING:
     from kvbench.cache.build import Method
-    from kvbench.measures.context import Result, RunContext
+    from kvbench.measures.context import RunContext
+    from kvbench.measures.result import Result
 
 
 @dataclass(frozen=True)

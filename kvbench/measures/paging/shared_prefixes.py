@@ -17,8 +17,9 @@ from kvbench.cache.decode import step
 from kvbench.cache.paged import PagedStore
 from kvbench.cache.prefix import PrefixPool, blocks_needed, slots_of
 from kvbench.cache.store import SlotShape, Store
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.paging import Paging
+from kvbench.measures.result import Result
 from kvbench.results.row import Row
 
 NOTE = "paging is memory management, not compression: tokens are held as they were"

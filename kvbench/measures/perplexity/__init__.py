@@ -12,7 +12,9 @@ from kvbench.results.headline import Headline
 
 if TYPE_CHECKING:
     from kvbench.cache.build import Method
-    from kvbench.measures.context import Result, RunContext
+    from kvbench.measures.context import RunContext
+    from kvbench.measures.result import Result
+    from kvbench.measures.target import Target
 
 Protocol = Literal["prefill_decode", "stream", "chunked"]
 
@@ -100,6 +102,14 @@ class Perplexity(Measure):
     def refuse(self, method: Method) -> None:
         if self.protocol == "stream":
             check_stream(method)
+
+    def prepare(self, target: Target) -> None:
+        """Raise UserError for a stream that would score tokens which begin a text instead of belonging to it."""
+        if self.protocol == "stream" and len(target.bos) > 1:
+            raise UserError(
+                f"perplexity.protocol=stream scores every token but the first, and this tokenizer begins a text with "
+                f"{len(target.bos)} tokens; type data.bos=none"
+            )
 
     def run(self, context: RunContext) -> Iterator[Result]:
         from kvbench.measures.perplexity.windows import score_windows

@@ -20,10 +20,11 @@ from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import EXACT_ANGLES
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.perplexity import Perplexity, check_stream
 from kvbench.measures.perplexity.token_scores import COMPARED, Scorer, Scores
+from kvbench.measures.result import Result, engagement_rows
 from kvbench.measures.statistics import (
     ENOUGH_WINDOWS,
     WORSE,
@@ -157,11 +158,10 @@ def _rows(method: MethodRun, scores: dict[str, Scores], context: RunContext, set
             yield from _mean_rows(base, metric, values, context.seed)
             if metric in ("nll", "kl") and settings.buckets > 1:
                 yield from _position_rows(base, metric, values, settings, context.seed)
+    engaged, kept = float(torch.cat(mine.columns["engaged"]).mean()), sum(mine.kept) / len(mine.kept)
+    yield from engagement_rows(base, engaged, kept, sum(mine.processed) / len(mine.processed))
     for metric, value, unit in (
-        ("engaged", float(torch.cat(mine.columns["engaged"]).mean()), "share"),
         ("held_bytes", mine.held[0], "bytes"),
-        ("kept_tokens", sum(mine.kept) / len(mine.kept), "tokens"),
-        ("positions_processed", sum(mine.processed) / len(mine.processed), "positions"),
         ("scored_kept_tokens", sum(mine.scored_kept) / len(mine.scored_kept), "tokens"),
         ("scored_bytes", mine.scored_held[0], "bytes"),
     ):
@@ -174,7 +174,7 @@ def _rows(method: MethodRun, scores: dict[str, Scores], context: RunContext, set
 
 def _note(method: MethodRun, mine: Scores, context: RunContext, settings: Perplexity) -> str:
     prompt = "an empty cache" if settings.protocol == "stream" else str(settings.context)
-    begun = "no BOS added" if context.bos is None else "the first is BOS"
+    begun = {0: "no BOS added", 1: "the first is BOS"}.get(len(context.bos), f"the first {len(context.bos)} are BOS")
     parts = [f"{settings.windows} windows of {prompt} + {settings.tokens} tokens, {begun}"]
     if settings.protocol == "chunked":
         parts.append(f"approximate: blocks of {settings.chunk} tokens, evicted and quantised after each block only")

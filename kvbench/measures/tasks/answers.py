@@ -5,6 +5,7 @@ part of what is compressed), and the answer is generated greedily. Contexts beyo
 middle, as LongBench does it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,22 @@ from typing import Any
 import torch
 
 from kvbench.cache.caches import AnyCache
-from kvbench.cache.decode import generate
-from kvbench.measures.context import MethodRun, Result, RunContext
+from kvbench.cache.decode import continuation
+from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.perplexity.windows import token_hash
-from kvbench.measures.question_rows import Answer, Answers, above_full, answer_text, engagement, mean_over
+from kvbench.measures.question_rows import (
+    Answer,
+    Answers,
+    above_full,
+    answer_text,
+    answers_of,
+    engagement,
+    finite_flags,
+    mean_over,
+    tokens_of,
+)
+from kvbench.measures.result import Result
 from kvbench.measures.tasks import Tasks
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
@@ -32,7 +44,7 @@ def answer_tasks(context: RunContext, settings: Tasks) -> Iterator[Result]:
         kind = "base" if name in WITHOUT_CHAT else settings.template
         template = template_of(context.loaded.tokenizer, kind)
         answers: Answers = {(method.label, when): {} for method in context.methods for when in settings.question}
-        bos = context.bos if kind == "base" else None  # a chat template brings its own
+        bos = context.bos if kind == "base" else ()  # a chat template brings its own
         prompts = [encode(context.loaded.tokenizer, sample, settings.longest, template, bos) for sample in samples]
         work = len(samples) * len(settings.question) * len(context.methods)
         with context.progress.phase(f"{settings.set} {name}", work) as advance:
@@ -79,11 +91,11 @@ def _ask(
     step, ends = 0 if fed is None else fed.shape[1], end_tokens(context.loaded)
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
-        engaged = cache.has_compressed
-        said = generate(model, fed, cache, sample.answer_tokens, ends)[0].tolist()
-        text = answer_text(context.loaded.tokenizer, said, ends)
-        score = SCORES[settings.set](name, text, sample.references, sample.classes)
-        answers[method.label, when][i] = Answer(text, score, engaged, cache.kept_tokens)
+        said = continuation(model, fed, cache, sample.answer_tokens, ends)
+        tokens, engaged, finite = tokens_of(said, 0, ends)
+        text = answer_text(context.loaded.tokenizer, tokens, ends)
+        score = SCORES[settings.set](name, text, sample.references, sample.classes) if finite else math.nan
+        answers[method.label, when][i] = Answer(text, score, engaged, cache.kept_tokens, finite)
 
     each_cache(context, ids, answer, step + sample.answer_tokens, max(1, step), "tasks", **place(settings, name))
 
@@ -105,12 +117,14 @@ def _rows(
     if template.sha256 is not None:
         base = replace(base, bos=None)  # the template brings its own
     scores, paired = [answer.score for answer in mine.values()], len(full) == len(mine)
+    base = with_flags(base, *finite_flags(mine.values()))
     if paired and not any(answer.score for answer in full.values()):
         base = with_flags(base, "uninformative")
     yield replace(base, metric="score", unit="share", **mean_over(scores, context.seed))
     if paired and not method.is_baseline:
         theirs = [full[i].score for i in mine]
-        yield above_full(replace(base, metric="score_minus_full"), scores, theirs, context.seed)
+        paired_base = with_flags(base, *finite_flags(full.values()))
+        yield above_full(replace(paired_base, metric="score_minus_full"), scores, theirs, context.seed)
     yield from engagement(base, mine.values())
 
 
@@ -134,16 +148,7 @@ def _record(
         "tokens": len(prompt[0]),
         "sha256": token_hash(prompt[0] + prompt[1]),
         "references": sample.references,
-        "methods": [
-            {
-                "method": method.row.method,
-                "store": method.row.store,
-                "knobs": method.knobs,
-                "answer": answers[method.label, when][i].text,
-                "score": answers[method.label, when][i].score,
-            }
-            for method in methods
-        ],
+        "methods": answers_of(methods, answers, when, i, "score"),
     }
     if context.save_tokens:
         found["ids"], found["question_ids"] = prompt

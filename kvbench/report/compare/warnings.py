@@ -19,10 +19,8 @@ from kvbench.report.compare.comparison import (
 from kvbench.report.compare.names import heads_text, labels, name_list, short_model
 from kvbench.report.compare.needle_hits import hits_of, uninformative_places
 from kvbench.results.loading import Loaded
-from kvbench.results.row import FLAGS, GRAPH, Row, flags_of
+from kvbench.results.row import FLAGS, GRAPH, Row, flags_of, is_exact
 
-EXACT = ("full", "recompute")
-"""Methods that by design evict and quantise nothing."""
 MOST_NAMES = 12
 """Methods or cells that one warning names."""
 SHOWN_FLAGS = {"not_finite": "not finite", "beyond_positions": "beyond positions"}
@@ -110,7 +108,7 @@ def _not_measured(rows: Iterable[Row]) -> Iterable[AboutRow]:
 
 def _not_engaged(rows: Iterable[Row]) -> Iterable[AboutRow]:
     for row in rows:
-        if row.metric != "engaged" or row.status != "ok" or _exact(row):
+        if row.metric != "engaged" or row.status != "ok" or is_exact(row):
             continue
         if row.value is None:
             yield "did not engage", row, "whether it evicted or quantised anything was not recorded"
@@ -119,10 +117,6 @@ def _not_engaged(rows: Iterable[Row]) -> Iterable[AboutRow]:
         elif row.value < 0.5:
             share = number_text.percent(row.value)
             yield "hardly engaged", row, f"only {share} of the scored tokens followed an eviction or a quantisation"
-
-
-def _exact(row: Row) -> bool:
-    return row.method in EXACT and row.store in (None, "dense", *EXACT)
 
 
 def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[ReportWarning]:

@@ -143,7 +143,7 @@ def _value(row: Row | None, whole: bool) -> str:
     if whole:
         return "measured" if row.status == "ok" else row.status
     if row.value is None:
-        return row.status
+        return "not finite" if row.status == "ok" else row.status
     text = significant(row.value, 4)
     if row.low is None or row.high is None:
         return text

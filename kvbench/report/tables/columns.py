@@ -201,8 +201,8 @@ def _cell(line: Line, metric: str, form: number_text.Format, *, compact: bool) -
         return f"{form(values[0])}–{form(values[-1])}"
     if row is None:
         return "–"
-    if row.value is None:
-        return "nan"
+    if row.value is None or not math.isfinite(row.value):  # rows that were read from a file have None for both
+        return "not finite"
     form = number_text.within(form, row.low, row.high)
     text = form(row.value)
     if row.low is None or row.high is None:

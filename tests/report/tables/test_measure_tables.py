@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from kvbench.report.tables.measure_tables import build_tables
+from kvbench.results.row import frame_of, rows_of
 from tests.report.synthetic import OOM, column, keys, sweep, table
 from tests.shared.rows import BASE, METHODS, rows
 
@@ -89,6 +91,15 @@ def test_failed_cells_stay_in_the_table() -> None:
     assert column(found, "status").count("oom") == 1
     position = column(found, "status").index("oom")
     assert column(found, "tpot_p50_ms")[position] == "–"
+
+
+def test_a_number_that_is_not_finite_is_called_that() -> None:
+    """In rows as they are measured, and in rows that were read from a file, which hold neither inf nor nan."""
+    for undefined in (math.inf, math.nan):
+        made = [replace(row, value=undefined, low=None, high=None) if row.metric == "ppl" else row for row in rows()]
+        found = table(rows_of(frame_of(made)), "perplexity")
+        assert set(column(found, "ppl")) == {"not finite"}
+        assert set(column(table(made, "perplexity"), "ppl")) == {"not finite"}
 
 
 def test_an_unknown_measure_gets_a_table_of_its_own() -> None:

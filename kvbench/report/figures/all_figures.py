@@ -68,8 +68,8 @@ FIGURES = (
         "perplexity_bytes",
         perplexity_by_bytes,
         "Perplexity against bytes",
-        "Perplexity against the bytes of one sequence in the cache that was scored; vertical lines: 95% interval of the "
-        "paired difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
+        "Perplexity against the bytes of one sequence in the cache that was scored; vertical lines: 95% interval of "
+        "the paired difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
     ),
     FigureKind(
         "quality_bytes",

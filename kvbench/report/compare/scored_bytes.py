@@ -36,9 +36,9 @@ def size_of(row: Row | None) -> float | None:
 
 
 def axis_text(rows: Iterable[Row], unit: str) -> str:
-    """`held while scored, MiB per sequence` and, on a second line, `(context 1,024)`"""
+    """`held while scored, MiB` and, on a second line, `at context 1,024`; of one sequence."""
     known = list(rows)
     contexts = {row.context for row in known if row.context is not None}
     when = " while scored" if {row.metric for row in known} == {SCORED} else " after scoring"
-    where = f"\n(context {min(contexts):,})" if len(contexts) == 1 else ""
-    return f"held{when}, {unit} per sequence{where}"
+    where = f"\nat context {min(contexts):,}" if len(contexts) == 1 else ""
+    return f"held{when}, {unit}{where}"

@@ -68,14 +68,14 @@ FIGURES = (
         "perplexity_bytes",
         perplexity_by_bytes,
         "Perplexity against bytes",
-        "Perplexity against the bytes of the cache that was scored; vertical lines: 95% interval of the paired "
-        "difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
+        "Perplexity against the bytes of one sequence in the cache that was scored; vertical lines: 95% interval of "
+        "the paired difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
     ),
     FigureKind(
         "quality_bytes",
         quality_by_bytes,
         "Quality against bytes",
-        "Each quality metric against the bytes of the cache that was scored; grey steps: Pareto front",
+        "Each quality metric against the bytes of one sequence in the cache that was scored; grey steps: Pareto front",
     ),
     FigureKind(
         "perplexity_budget",

@@ -83,7 +83,7 @@ def test_bytes_of_another_measure_context_or_run_are_not_drawn() -> None:
 def test_axes_of_bytes_say_which_cache_was_measured() -> None:
     for figure in (perplexity_by_bytes(rows()), quality_by_bytes(rows())):
         assert figure is not None
-        assert {axes.get_xlabel() for axes in figure.axes} == {"held while scored, MiB per sequence\n(context 1,024)"}
+        assert {axes.get_xlabel() for axes in figure.axes} == {"held while scored, MiB\nat context 1,024"}
 
 
 def test_bytes_of_older_rows_are_those_after_scoring() -> None:

@@ -35,7 +35,7 @@ from kvbench.cache.observe import ColumnSums, Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, clock
 from kvbench.cache.store import DenseStore
 from kvbench.kernels.prefill import Scoring
-from kvbench.measures.latency.decode_times import read_bytes
+from kvbench.measures.latency.machine import read_bytes
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi

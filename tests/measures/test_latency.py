@@ -25,14 +25,7 @@ from kvbench.measures.latency import Latency, machine
 from kvbench.measures.latency import decode_times as measured
 from kvbench.measures.latency import generation as generated
 from kvbench.measures.latency import throughput as largest
-from kvbench.measures.latency.decode_times import (
-    RECOMPUTE_STEPS,
-    ROUND,
-    batch_ids,
-    is_steady,
-    read_bytes,
-    time_decoding,
-)
+from kvbench.measures.latency.decode_times import RECOMPUTE_STEPS, ROUND, batch_ids, is_steady, time_decoding
 from kvbench.measures.latency.generation import FIXED
 from kvbench.results.row import Row, flags_of
 from tests.shared.models import random_llama
@@ -183,7 +176,7 @@ def test_bytes_read_a_step_are_the_weights_and_what_is_kept(monkeypatch: pytest.
     cache = 2 * 2 * 2 * kept * 16 * 4 + 2 * kept * 4  # keys and values, then a position a token and layer
     # A step reads all weights but the input embedding, of which it looks up a row a token: here it is not the head.
     weights = sum(p.numel() * 4 for name, p in MODEL.named_parameters() if "embed_tokens" not in name)
-    assert read_bytes(MODEL) == weights
+    assert machine.read_bytes(MODEL) == weights
     rate = value(rows, "full", "bytes_per_s")
     assert rate == pytest.approx((weights + cache) / 1e-3 / value(rows, "full", "tpot_p50_ms"))
     assert value(rows, "full", "bandwidth_share") == pytest.approx(rate / 2e9)
@@ -194,7 +187,7 @@ def test_a_head_that_shares_its_weights_with_the_embedding_is_read() -> None:
     config = copy.deepcopy(MODEL.config)
     config.tie_word_embeddings = True
     tied = LlamaForCausalLM(config)
-    assert read_bytes(tied) == sum(p.numel() * 4 for p in tied.parameters())
+    assert machine.read_bytes(tied) == sum(p.numel() * 4 for p in tied.parameters())
 
 
 def test_the_bandwidth_of_reading_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class Latency(Measure):
         return isinstance(cell, Latency) and cell.batches == self.batches
 
     def summarise(self, method: MethodRun, rows: Sequence[Row]) -> list[Row]:
-        from kvbench.measures.latency.decode_times import slope
+        from kvbench.measures.latency.slope import slope
 
         points = [
             (row.context, row.value)

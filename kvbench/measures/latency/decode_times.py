@@ -23,7 +23,7 @@ from kvbench.measures.context import Journal, MethodRun, RunContext
 from kvbench.measures.fallbacks import Fallback, announce, fallbacks_for
 from kvbench.measures.latency import Latency
 from kvbench.measures.latency.generation import Generation, generation
-from kvbench.measures.latency.machine import Machine, machine_now, read_bandwidth
+from kvbench.measures.latency.machine import Machine, machine_now, read_bandwidth, read_bytes
 from kvbench.measures.latency.throughput import throughput
 from kvbench.measures.out_of_memory import with_fallback
 from kvbench.measures.result import Result, engagement_rows
@@ -292,35 +292,3 @@ def _bandwidth_rows(context: RunContext, one: TimedMethod, base: Row) -> Iterato
             unit="share",
             note=f"of {best / 1e9:.1f} GB/s, what reading alone came to in this process; {note}",
         )
-
-
-def read_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters that a step reads, shared ones once: all but an input embedding that is that alone."""
-    found = {id(parameter): parameter for parameter in model.parameters()}
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if head is None or head.weight is not embedding:
-        found.pop(id(embedding), None)  # a step looks up one row a token
-    return sum(parameter.numel() * parameter.element_size() for parameter in found.values())
-
-
-def slope(method: MethodRun, medians: list[tuple[int, float]], batch: int = 1) -> list[Row]:
-    """Least-squares slope of the median step over contexts, ms per 1,000 context tokens."""
-    if len(medians) < 2:
-        return []
-    contexts, times = zip(*medians, strict=True)
-    slope = float(np.polyfit(np.array(contexts) / 1000, np.array(times), 1)[0])
-    note = "contexts " + ", ".join(map(str, contexts))
-    return [
-        replace(
-            method.row,
-            measure="latency",
-            metric="slope_ms_per_1k",
-            value=slope,
-            unit="ms",
-            n=len(medians),
-            protocol="interleaved",
-            batch=batch,
-            note=note,
-        )
-    ]

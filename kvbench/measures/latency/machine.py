@@ -85,3 +85,13 @@ def _read_bandwidth(device: torch.device, threads: int) -> float | None:
         read()
         best = min(best, clock(device) - started)
     return READ_BYTES / best
+
+
+def read_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters that a step reads, shared ones once, without an input embedding that is no output head."""
+    found = {id(parameter): parameter for parameter in model.parameters()}
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is None or head.weight is not embedding:
+        found.pop(id(embedding), None)  # a step looks up one row a token
+    return sum(parameter.numel() * parameter.element_size() for parameter in found.values())

@@ -88,7 +88,7 @@ def _read_bandwidth(device: torch.device, threads: int) -> float | None:
 
 
 def read_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters that a step reads, shared ones once, without an input embedding that is no output head."""
+    """Bytes of the parameters that a step reads: shared ones once, an embedding only where it is the output head."""
     found = {id(parameter): parameter for parameter in model.parameters()}
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]

@@ -28,6 +28,7 @@ FLAGS = {
     "beyond_positions": "positions beyond those that the model was trained for",
     "not_finite": "logits were not finite",
     "untrusted": "the full cache differs from the model's own forward",
+    "sees_future": "tokens are ranked by the attention of later tokens: a ceiling, no method to use",
 }
 """What a reader must know about a number before comparing it. Columns carry flags, notes are for people only."""
 

@@ -15,6 +15,7 @@ from kvbench.results.intervals import wilson
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict
 from kvbench.results.row import Row, flags_of
 
+NOT_SMALLER = "not smaller than a full cache in 16 bits"
 ALIKE = 1.1
 """Caches within this ratio in bytes count as equally small; the KL decides between them."""
 
@@ -96,7 +97,7 @@ def _unsuited(member: MethodNumbers, group: Group) -> str | None:
         return "never evicted or quantised anything"
     if times is None:
         return "bytes of its scored cache not measured"
-    return None if times > 1 else "not smaller than a full cache in 16 bits"
+    return None if times > 1 else NOT_SMALLER
 
 
 def _unusable(verdict: Verdict | None) -> str | None:

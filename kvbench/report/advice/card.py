@@ -16,8 +16,9 @@ class CardLine:
     """The answer for one need.
 
     choice: the setting, None where there is none; answer: an architecture instead. smaller: than a 16-bit full cache.
-    mark: empty where the data show that the cost stays within the stated margin. ranked_by: the quality that decided.
-    command: what to run, where data are missing. reasons, limits: behind the answer, and what the data do not show.
+    speed: time per output token against the full cache's in the same run. mark: empty where the data show that the cost
+    stays within the stated margin. ranked_by: the quality that decided. command: what to run, where data are missing.
+    reasons, limits: behind the answer, and what the data do not show.
     """
 
     key: str
@@ -39,6 +40,11 @@ class CardLine:
     def setting(self) -> str:
         """The chosen method or architecture; `–` where there is none."""
         return self.choice.label if self.choice is not None else self.answer or "–"
+
+    @property
+    def price(self) -> str:
+        """The cost in quality; without an answer why there is none."""
+        return self.cost if self.setting != "–" or not self.reasons else self.reasons[0]
 
     def abstain(self, reason: str, command: str | None) -> CardLine:
         """The same line without an answer, because the data do not suffice. command: what to run."""

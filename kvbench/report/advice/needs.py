@@ -7,10 +7,12 @@ where there is none either, the smallest loss. Methods that see the future are n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbench.report.advice.candidates import (
+    NOT_SMALLER,
     Candidate,
     Candidates,
     candidates_on,
@@ -114,7 +116,9 @@ def _by_loss(
     if not known:
         reason = "no method with windows in samples.jsonl" if found.found else "no method"
         command = rule.run(group, None, None)
-        return line.abstain(_nothing(found, reason), command if found.found else in_16_bits(command, group))
+        return line.abstain(
+            _nothing(found, reason), in_16_bits(command, group) if NOT_SMALLER in found.excluded else command
+        )
     shown = [one for one in known if one.below]
     likely = [one for one in known if not one.above and one.mean <= rule.margin]
     choice = smallest(shown) or smallest(likely) or least_loss(known)
@@ -238,11 +242,12 @@ def _with_needed(one: Candidate) -> str:
 def _loss_text(one: Candidate) -> str:
     """`ΔNLL +0.0015 [-0.0067, +0.0097], KL 0.0032`; without the interval below 10 windows."""
     verdict, parts = one.verdict, []
-    if verdict is not None and one.mean != float("inf"):
+    if verdict is not None and verdict.n < FEWEST_UNITS and math.isfinite(one.mean):
+        parts.append(f"ΔNLL {number_text.signed(one.mean)}")
+    elif verdict is not None and math.isfinite(one.mean):
         form = number_text.within(number_text.signed, verdict.low, verdict.high)
-        enough = verdict.n >= FEWEST_UNITS
         bounds = number_text.interval(form(verdict.mean), form(verdict.low), form(verdict.high))
-        parts.append(f"ΔNLL {bounds if enough else form(verdict.mean)}")
+        parts.append(f"ΔNLL {bounds}")
     if one.kl is not None:
         parts.append(f"KL {number_text.small(one.kl)}")
     return ", ".join(parts) or "loss not measured"
@@ -271,4 +276,4 @@ def speed_text(member: MethodNumbers, group: Group) -> str:
         return "not measured"
     if member.speed is None:
         return "full cache timed in another run"
-    return f"{number_text.fixed_text(member.speed, 2)}x the full cache's time per token at {context:,} tokens"
+    return f"{number_text.fixed_text(member.speed, 2)}x at {context:,} tokens"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvbench.report.advice.banner import Banner
 from kvbench.report.advice.card import AnswerCard, CardLine
 
-HEAD = ("need", "setting", "budget", "x smaller than 16-bit", "cost in quality", "speed")
+SPEED = "time per token against full"
+HEAD = ("need", "setting", "budget", "x smaller than 16-bit", "cost in quality", SPEED)
 
 
 def card_markdown(card: AnswerCard) -> str:
@@ -44,7 +45,7 @@ def _table(lines: Sequence[CardLine]) -> str:
 def _cells(line: CardLine) -> tuple[str, ...]:
     marked = f" *{line.mark}*" if line.mark else ""
     setting = f"**{_cell(line.setting)}**{marked}" if line.setting != "–" else f"*{line.mark or 'none'}*"
-    return line.need, setting, *map(_cell, (line.budget, line.smaller, line.cost, line.speed))
+    return line.need, setting, *map(_cell, (line.budget, line.smaller, line.price, line.speed))
 
 
 def _cell(text: str) -> str:

@@ -19,8 +19,8 @@ MODEL_AND_DEVICE = ("model", "kv_heads", "converted", "dtype", "device")
 ONE_MEASURE = ("dataset", "question", "batch")
 """Columns that only some measures fill, so they agree within one measure and not across measures."""
 COMPARED = (*MODEL_AND_DEVICE, *ONE_MEASURE)
-FUTURE_METHODS = ("hindsight", "hindsight_output")
-"""Keep rules that see the future. Samples carry no flags, so these are known by name as well."""
+FUTURE_METHODS = ("hindsight",)
+"""Keep rules that see the future. Samples carry no flags, so they are known by name as well."""
 PREFERRED = ("revision", "protocol", "kernel", "threads", "seed")
 """Of several baselines the one that agrees in most of these columns is taken."""
 

@@ -23,19 +23,13 @@ SIXTEEN_BITS = Headline("x_smaller", "x smaller than 16-bit", "x", better="high"
 """Bytes of a full cache in 16 bits over bytes of the method's, means over the scored tokens."""
 KEPT_WHILE_SCORED = Headline("scored_kept_tokens", "kept while scored", "count", rank=1, folds=True)
 KEPT = COUNTS[1]
-GAP_CLOSED = (
-    Headline("gap_closed_kl", "gap closed", "percent", better="high"),
-    Headline("gap_closed_nll", "gap closed in NLL", "percent", better="high", rank=1),
-)
-"""Share of the gap from random eviction (0%) to hindsight (100%) that a keep rule closes, in KL and in NLL."""
 FORMAT_OF_UNIT: dict[str | None, Format] = {"bytes": "bytes", "ms": "ms", "ms/1k": "ms_per_1k", "share": "percent"}
 
 
 def headlines_of(measure: str, lines: Sequence[Line], recorded: Recorded | None = None) -> tuple[Headline, ...]:
     """The columns of a measure's table, then COUNTS. SMALLER follows `held_bytes` and replaces `ratio`.
 
-    GAP_CLOSED follow the KL of keep rules that ran beside random eviction and hindsight. Tokens kept while scored
-    replace those kept after scoring, if all lines have them.
+    Tokens kept while scored replace those kept after scoring, if all lines have them.
     """
     found = [*((recorded or {}).get(measure) or shipped_headlines(measure) or _from_rows(lines))]
     found = [SIXTEEN_BITS if headline.metric == SIXTEEN_BITS.metric else headline for headline in found]
@@ -43,10 +37,6 @@ def headlines_of(measure: str, lines: Sequence[Line], recorded: Recorded | None 
     if "held_bytes" in metrics:
         found.insert(1 + metrics.index("held_bytes"), SMALLER)
         found = [headline for headline in found if headline.metric != "ratio"]  # leaves slack out
-    gaps = [gap for gap in GAP_CLOSED if any(line.get(gap.metric) for line in lines)]
-    found = [headline for headline in found if headline.metric not in {gap.metric for gap in gaps}]
-    after = next((place for place, headline in enumerate(found, 1) if headline.metric == "kl"), len(found))
-    found[after:after] = gaps
     return with_one_kept((*found, *(count for count in COUNTS if count.metric not in metrics)), lines)
 
 

@@ -183,7 +183,7 @@ def test_methods_that_see_the_future_need_training_or_never_compressed_are_not_t
     better = cache("full", 10, -0.02, **OTHER)
     for suspect, word in (
         (cache("hindsight", 2, 0.0, budget=64.0), "sees the future"),
-        (cache("hindsight_output", 2, 0.0, budget=64.0), "sees the future"),
+        (cache("hindsight", 2, 0.0, budget=64.0, variant="output"), "sees the future"),
         (future, "sees the future"),
         (idle, "never evicted or quantised anything"),
         (better, "look for a fault first"),

@@ -195,6 +195,10 @@ def checked_value(key: str, value: Any, hint: Any, bounds: Mapping[str, Any]) ->
         if not (isinstance(value, str) and value.strip()) and not (value is None and hint is not str):
             raise UserError(f"{key}={value} is no name; type {key}=NAME")
         return value
+    if hint == int | None or hint == float | None:
+        if value is None:
+            return None
+        hint = int if hint == int | None else float
     if hint is bool:
         if not isinstance(value, bool):
             raise UserError(f"{key}={value} is not true or false")

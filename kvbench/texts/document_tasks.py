@@ -1,16 +1,26 @@
 """Questions about made-up documents, some of which hold the answer: after RULER's `qa_1` and `qa_2`, offline.
 
 RULER (Hsieh et al., 2024, arXiv:2404.06654) hides the paragraphs of SQuAD and HotpotQA questions among paragraphs of
-other questions. Here the documents are short records of persons and companies, drawn from word lists and syllables, so
-that no model can know an answer. No torch here.
+other questions. Here the documents are short records of persons and companies, drawn from word lists, so that no model
+can know an answer. No torch here.
 """
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+import string
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbench.texts.drafts import Draft, Words
-from kvbench.texts.word_lists import COMPANY_KINDS, FIRST_NAMES, JOBS, PRODUCTS, SYLLABLES
+from kvbench.texts.word_lists import (
+    ADJECTIVES,
+    COMPANY_KINDS,
+    FIRST_NAMES,
+    JOBS,
+    LAST_NAMES,
+    NOUNS,
+    PRODUCTS,
+    TOWN_KINDS,
+)
 
 OPENING = (
     "Answer the question from the given documents. Give the answer only, without any other words.\n\nThe documents:\n"
@@ -19,25 +29,34 @@ OPENING = (
 
 @dataclass
 class Names:
-    """Draws names, each at most once. taken: words that no name may hold."""
+    """Draws names, each at most once. taken: names that are not drawn."""
 
     draw: random.Random
     taken: Collection[str] = ()
     used: set[str] = field(default_factory=set)
 
     def town(self) -> str:
-        """A made-up word of three syllables, such as `Brenawick`."""
-        while True:
-            found = "".join(map(self.draw.choice, SYLLABLES))
-            if found not in self.used and found not in self.taken:
-                self.used.add(found)
-                return found
+        """Such as `Calm Copper Falls`."""
+        return self._new(lambda: f"{self._any(ADJECTIVES).title()} {self._any(NOUNS).title()} {self._any(TOWN_KINDS)}")
 
     def person(self) -> str:
-        return f"{self.draw.choice(FIRST_NAMES)} {self.town()}"
+        """Such as `Ada B. Keller`."""
+        initials = string.ascii_uppercase
+        return self._new(lambda: f"{self._any(FIRST_NAMES)} {self._any(initials)}. {self._any(LAST_NAMES)}")
 
     def company(self) -> str:
-        return f"{self.town()} {self.draw.choice(COMPANY_KINDS)}"
+        """Such as `Amber and Quartz Mills`."""
+        return self._new(
+            lambda: f"{' and '.join(map(str.title, self.draw.sample(NOUNS, 2)))} {self._any(COMPANY_KINDS)}"
+        )
+
+    def _any(self, words: Sequence[str]) -> str:
+        return self.draw.choice(words)
+
+    def _new(self, name: Callable[[], str]) -> str:
+        found = next(drawn for drawn in iter(name, None) if drawn not in self.used and drawn not in self.taken)
+        self.used.add(found)
+        return found
 
 
 @dataclass(frozen=True)

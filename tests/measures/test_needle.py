@@ -412,7 +412,7 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
     ]
 
 
-# tasks of RULER
+# tasks of RULER, and questions after RULER's
 
 RULER = tuple(name for name in TASKS if name != "single_number")
 
@@ -451,13 +451,16 @@ def test_settings_name_every_task() -> None:
         ("niah_multiquery", 4, 4),
         ("vt", 5, 5),
         ("cwe", 0, 10),
+        ("fwe", 0, 3),
+        ("qa_one_hop", 1, 1),
+        ("qa_two_hop", 2, 1),
     ],
 )
 def test_a_task_hides_and_asks_for_what_ruler_does(task: str, needles: int, references: int) -> None:
     draft = drafted(task)
     assert (len(draft.needles), len(set(draft.references))) == (needles, references)
     hidden = "".join(draft.needles)
-    for reference in draft.references if task != "cwe" else ():
+    for reference in draft.references if needles else ():
         assert reference in hidden
         assert reference not in draft.question + draft.lead
     kind = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if task in ("niah_single_3", "niah_multikey_3") else r"\d{7}"

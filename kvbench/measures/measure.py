@@ -74,6 +74,11 @@ class Measure:
         size: int = getattr(self, "context")  # noqa: B009  only some measures have this setting
         return size
 
+    @property
+    def task(self) -> str | None:
+        """The task of a cell that asks one task only, for messages; None where there is no such thing."""
+        return None
+
     def cells(self) -> Sequence[Self]:
         """The same measure in pieces that are measured, recorded and resumed one by one."""
         return [self]

@@ -64,6 +64,10 @@ class Needle(Measure):
     def size(self) -> int:
         return max(self.lengths)
 
+    @property
+    def task(self) -> str | None:
+        return self.tasks[0] if len(self.tasks) == 1 else None
+
     def cells(self) -> list[Needle]:
         return [replace(self, lengths=[length], tasks=[task]) for length in self.lengths for task in self.tasks]
 

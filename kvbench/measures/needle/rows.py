@@ -116,11 +116,11 @@ def _recent_rows(
             return
         windows.add(window)
         within[prompt.needle_span[1] > compressed - window].append(i)
-    newest = " to ".join(f"{tokens:,}" for tokens in sorted({min(windows), max(windows)}))
-    text = f"recent: the newest {newest} tokens"
+    here = base
     if method.method.rule.budget is None:
-        text += ", the smallest budget measured beside it"
-    here = replace(base, note="; ".join(filter(None, (base.note, text))))
+        newest = " to ".join(f"{tokens:,}" for tokens in sorted({min(windows), max(windows)}))
+        text = f"recent: the newest {newest} tokens, the smallest budget measured beside it"
+        here = replace(base, note="; ".join(filter(None, (base.note, text))))
     for metric, cell in (("hit_rate_beyond_recent", within[False]), ("hit_rate_within_recent", within[True])):
         if cell:
             yield from _rate_rows(context, here, method, when, cell, answers, metric)

@@ -28,7 +28,7 @@ def ask_needles(context: RunContext, settings: Needle) -> Iterator[Result]:
     """One result a length and task, with the rows of each method and time of the question."""
     for length in settings.lengths:
         prompts = context.prepared.get("needle", {}).get(length) or make_prompts(
-            context.loaded.tokenizer, context.tokens, context.seed, settings, length, context.bos
+            context.loaded.tokenizer, context.haystack, context.seed, settings, length, context.bos
         )
         for task in settings.tasks:
             of_task = [prompt for prompt in prompts if prompt.task.name == task]

@@ -20,11 +20,11 @@ from typing import Any
 
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.needle import Needle
-from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import Answers, above_full, answers_of, engagement, finite_flags, mean_over
 from kvbench.measures.statistics import bounds, wilson
 from kvbench.results.row import Row, with_flags
 from kvbench.texts.prompts import Prompt, template_of
+from kvbench.texts.tokens import token_hash
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ OPENING = (
 
 @dataclass
 class Names:
-    """Draws names, each at most once. taken: names that are not drawn."""
+    """Draws names that are not among `taken`. With `taken` None each name is drawn at most once."""
 
     draw: random.Random
-    taken: Collection[str] = ()
+    taken: Collection[str] | None = None
     used: set[str] = field(default_factory=set)
 
     def town(self) -> str:
@@ -54,7 +54,8 @@ class Names:
         return self.draw.choice(words)
 
     def _new(self, name: Callable[[], str]) -> str:
-        found = next(drawn for drawn in iter(name, None) if drawn not in self.used and drawn not in self.taken)
+        taken = self.used if self.taken is None else self.taken
+        found = next(drawn for drawn in iter(name, None) if drawn not in taken)
         self.used.add(found)
         return found
 

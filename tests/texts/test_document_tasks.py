@@ -65,7 +65,14 @@ def test_documents_follow_from_the_seed_alone() -> None:
     assert len({drafted(one_hop, seed)[0].references[0] for seed in range(20)}) == 20
 
 
-def test_names_do_not_repeat() -> None:
+def test_there_are_documents_for_any_length() -> None:
+    """More of them than there are different names of companies."""
+    draft = one_hop(random.Random(0), WORDS)
+    assert callable(draft.haystack)
+    assert draft.haystack(20_000).count("\nDocument ") == 20_001
+
+
+def test_names_of_a_question_do_not_repeat_and_other_documents_hold_none_of_them() -> None:
     names = Names(random.Random(0))
     for kind in (names.person, names.town, names.company):
         found = [kind() for _ in range(3_000)]

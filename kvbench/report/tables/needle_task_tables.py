@@ -99,10 +99,16 @@ def _rate(line: Line | None, metric: str, context: int | None) -> str:
 def _signed(row: Row | None) -> str:
     if row is None or row.value is None:
         return "–"
-    text = f"{100 * row.value:+.0f} points"
+    text = f"{_points(row.value)} points"
     if row.low is None or row.high is None:
         return text
-    return number_text.interval(text, f"{100 * row.low:+.0f}", f"{100 * row.high:+.0f}")
+    return number_text.interval(text, _points(row.low), _points(row.high))
+
+
+def _points(share: float) -> str:
+    """A difference of shares in points, with its sign; 0 without one."""
+    points = round(100 * share)
+    return f"{points:+d}" if points else "0"
 
 
 def _hits(hits: Hits | None) -> str:

@@ -42,6 +42,7 @@ def test_both_times_of_the_question_stand_in_one_line() -> None:
     assert column(found, "after_recent") == ["4/4", "0/4", "1/4"]
     assert column(found, "before_recent") == ["4/4", "3/4", "–"]
     assert column(found, "after_recent_above") == ["–", "-100 points [-110, -90]", "-75 points [-85, -65]"]
+    assert column(found, "before_recent_above")[1] == "-25 points [-35, -15]"
     assert any(part.startswith("beyond recent: ") for part in found.caption)
     assert "length 1,024" in found.caption
     record = found.records[1]
@@ -65,6 +66,12 @@ def test_hits_are_marked_where_the_full_cache_finds_fewer_than_half() -> None:
     found = table(rows_, "needle_vt")
     assert column(found, "after_hits") == ["4/10†", "6/10†"]
     assert column(found, "before_hits") == ["10/10", "8/10"]
+
+
+def test_no_difference_has_no_sign() -> None:
+    same = {"full": (9, 4), "h2o": (9, 4)}
+    found = table([*made("vt", "after", same), *made("vt", "before", same)], "needle_vt")
+    assert column(found, "after_recent_above")[1] == "0 points [-10, +10]"
 
 
 @pytest.mark.parametrize("question", ["after", "before"])

@@ -45,6 +45,7 @@ class Needle(Measure):
     """
 
     name: ClassVar[str] = "needle"
+    knows_future: ClassVar[bool] = True
     headlines: ClassVar[tuple[Headline, ...]] = (Headline("hit_rate", "hits", "percent", "high"), *ENGAGED)
     needs_words: ClassVar[bool] = True
     draws: ClassVar[bool] = True

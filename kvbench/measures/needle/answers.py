@@ -12,6 +12,7 @@ import torch
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
+from kvbench.cache.future import Future
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
@@ -107,6 +108,7 @@ def _ask(context: RunContext, asked: Asked, when: str, indices: list[int], answe
     if when == "before":
         ids = torch.cat([ids, question], dim=1)
     fed = question if when == "after" else None
+    future = Future(question if when == "after" else question[:, :0], asked.length)
     step, count, ends = 0 if fed is None else fed.shape[1], prompts[0].answer_tokens, end_tokens(context.loaded)
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
@@ -117,7 +119,7 @@ def _ask(context: RunContext, asked: Asked, when: str, indices: list[int], answe
             answers[method.label, when][i] = answer_of(tokenizer, said, row, ends, cache.kept_tokens, scored)
         context.save_kept_tokens(method, cache, indices, "needle", question=when, **where)
 
-    each_cache(context, ids, answer, step + count, max(1, step), "needle", **where)
+    each_cache(context, ids, answer, step + count, max(1, step), "needle", future, **where)
 
 
 def score(prompt: Prompt, answer: str) -> float:

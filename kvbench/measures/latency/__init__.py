@@ -33,6 +33,7 @@ class Latency(Measure):
         Headline("compress_ms", "compress", "ms", "low"),
         Headline("ttft_ms", "TTFT", "ms", "low", rank=1),
         Headline("tpot_p50_ms", "TPOT p50", "ms", "low"),
+        Headline("tpot_to_full", "TPOT / full's", "x", "low"),
         Headline("tpot_p90_ms", "p90", "ms", "low"),
         Headline("tpot_p99_ms", "p99", "ms", "low", rank=1),
         Headline("itl_p50_ms", "between tokens", "ms", "low", rank=2),
@@ -43,8 +44,6 @@ class Latency(Measure):
         *ENGAGED,
     )
     is_timed: ClassVar[bool] = True
-    compares_with_full: ClassVar[bool] = False
-
     contexts: list[int] = setting([512, 2048, 4096])
     steps: int = setting(48, most=1_000_000)
     warmup: int = setting(8, lowest=0, most=1_000_000)
@@ -78,12 +77,7 @@ class Latency(Measure):
     def summarise(self, method: MethodRun, rows: Sequence[Row]) -> list[Row]:
         from kvbench.measures.latency.slope import slope
 
-        points = [
-            (row.context, row.value)
-            for row in rows
-            if row.metric == "tpot_p50_ms" and row.context and row.value is not None
-        ]
-        return slope(method, points, self.batches[0])
+        return slope(method, rows, self.batches[0])
 
     def prompts(self) -> list[int]:
         return self.contexts

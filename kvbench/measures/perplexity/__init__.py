@@ -34,7 +34,7 @@ class Perplexity(Measure):
         Headline("nll_minus_full", "ΔNLL", "signed", "low"),
         Headline("kl", "KL", "small", "low"),
         Headline("top1", "top-1", "percent", "high"),
-        Headline("x_smaller", "x smaller", "x", "high", exact=True),
+        Headline("x_smaller", "x smaller than 16-bit", "x", "high", exact=True),
         Headline("scored_kept_tokens", "kept while scored", "count", rank=1, folds=True),
         Headline("top5", "top-5", "percent", "high", rank=2),
         Headline("kl_reverse", "reverse KL", "small", "low", rank=2),

@@ -150,7 +150,7 @@ def test_slope_is_a_line_through_the_medians() -> None:
         assert row.value == pytest.approx(1000 * np.polyfit([16, 32, 64], medians, 1)[0])
         assert (row.n, row.context, row.unit) == (3, None, "ms")
         assert row.low is not None and row.high is not None and row.low <= row.value <= row.high
-        assert (row.note or "").startswith("contexts 16, 32, 64; 95%")
+        assert (row.note or "").startswith("slope over contexts 16, 32, 64; 95%")
 
 
 def timed_at(context: int, median: float, *, half: float = 1.0, engaged: float = 1.0, steady: float = 1.0) -> list[Row]:
@@ -175,9 +175,9 @@ def test_slope_leaves_out_contexts_that_were_not_engaged_or_not_steady() -> None
     idle = timed_at(500, 5.0, engaged=0.0)
     two = slope_of(idle, timed_at(1000, 20.0), timed_at(2000, 22.0))
     assert (two.value, two.n, two.flags) == (pytest.approx(2.0), 2, None)
-    assert "contexts 1000, 2000" in (two.note or "") and "500 left out: nothing was evicted" in (two.note or "")
+    assert (two.note or "").startswith("slope over contexts 1000, 2000 (nothing was evicted or quantised at 500)")
     unsteady = slope_of(timed_at(500, 5.0, steady=0.0), timed_at(1000, 20.0), timed_at(2000, 22.0))
-    assert unsteady.value == pytest.approx(2.0) and "500 left out: timing not steady" in (unsteady.note or "")
+    assert unsteady.value == pytest.approx(2.0) and "(timing not steady at 500)" in (unsteady.note or "")
     one = slope_of(idle, timed_at(1000, 20.0), timed_at(2000, 22.0, steady=0.0))
     assert one.value is None and flags_of(one) == {"not_computed"} and one.status == "ok"
     assert (one.note or "").startswith("no slope: it needs 2 contexts, 1 can be used")
@@ -504,7 +504,7 @@ def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) ->
         assert metrics(rows, method)["slope_ms_per_1k"].n == 3
     # 20 + 23 tokens do not reach the position where it breaks; 60 begin beyond it.
     assert {row.context for row in rows if row.method == "breaks" and row.metric != "slope_ms_per_1k"} == {20, 60}
-    assert (metrics(rows, "breaks")["slope_ms_per_1k"].note or "").startswith("contexts 20, 60;")
+    assert (metrics(rows, "breaks")["slope_ms_per_1k"].note or "").startswith("slope over contexts 20, 60;")
     ((label, row),) = here.journal.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "latency", CONTEXT, how)
     assert row.note is not None and f"broken at position {CONTEXT + 4}" in row.note

@@ -90,7 +90,9 @@ def test_h2o_by_hand(rows: list[Row]) -> None:
     per_slot = heads * (2 * HEAD * 4 + 4 + 4)
     assert value(rows, "h2o", "slack_bytes") == per_slot * (slots - kept)
     used = per_slot * kept + free
-    assert value(rows, "h2o", "x_smaller") == pytest.approx(value(rows, "full", "dense_bytes") / 2 / (per_slot * slots + free))
+    assert value(rows, "h2o", "x_smaller") == pytest.approx(
+        value(rows, "full", "dense_bytes") / 2 / (per_slot * slots + free)
+    )
     assert value(rows, "h2o", "bits_per_value") == pytest.approx(8 * used / (2 * heads * HEAD * kept))
 
 

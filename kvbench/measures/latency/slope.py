@@ -29,11 +29,12 @@ def slope(method: MethodRun, rows: Sequence[Row], batch: int = 1) -> list[Row]:
     idle = [] if is_exact(method.row) else _contexts_of(rows, "engaged", medians)
     unsteady = [context for context in _contexts_of(rows, "steady", medians) if context not in idle]
     used = sorted(context for context in medians if context is not None and context not in (*idle, *unsteady))
-    reasons = [
-        f"{_listed(contexts)} left out: {reason}"
+    reasons = ", ".join(
+        f"{reason} at {_listed(contexts)}"
         for contexts, reason in ((idle, "nothing was evicted or quantised"), (unsteady, "timing not steady"))
         if contexts
-    ]
+    )
+    left_out = f" ({reasons})" if reasons else ""
     base = replace(
         method.row,
         measure="latency",
@@ -44,11 +45,11 @@ def slope(method: MethodRun, rows: Sequence[Row], batch: int = 1) -> list[Row]:
         batch=batch,
     )
     if len(used) < FEWEST_CONTEXTS:
-        why = "; ".join([f"no slope: it needs {FEWEST_CONTEXTS} contexts, {len(used)} can be used", *reasons])
+        why = f"no slope: it needs {FEWEST_CONTEXTS} contexts, {len(used)} can be used{left_out}"
         return [with_flags(replace(base, value=None, note=why), "not_computed")]
     value, low, high = fitted([medians[context] for context in used])
     how = "95%: from the intervals of the medians, without drift between contexts"
-    note = "; ".join([f"contexts {_listed(used)}", *reasons, *([how] if low is not None else [])])
+    note = "; ".join([f"slope over contexts {_listed(used)}{left_out}", *([how] if low is not None else [])])
     return [replace(base, value=value, low=low, high=high, note=note)]
 
 

@@ -32,9 +32,10 @@ class Perplexity(Measure):
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("ppl", "ppl", "fixed2", "low"),
         Headline("nll_minus_full", "ΔNLL", "signed", "low"),
-        Headline("kl", "KL", "small", "low"),
-        Headline("top1", "top-1", "percent", "high"),
+        Headline("kl", "KL", "small", "low", rank=1),
+        Headline("top1", "top-1", "percent", "high", rank=1),
         Headline("x_smaller", "x smaller than 16-bit", "x", "high", exact=True),
+        Headline("windows", "windows", "count", folds=True),
         Headline("scored_kept_tokens", "kept while scored", "count", rank=1, folds=True),
         Headline("top5", "top-5", "percent", "high", rank=2),
         Headline("kl_reverse", "reverse KL", "small", "low", rank=2),

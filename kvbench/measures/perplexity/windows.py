@@ -161,6 +161,7 @@ def _rows(method: MethodRun, scores: dict[str, Scores], context: RunContext, set
     engaged, kept = float(torch.cat(mine.columns["engaged"]).mean()), sum(mine.kept) / len(mine.kept)
     yield from engagement_rows(base, engaged, kept, sum(mine.processed) / len(mine.processed))
     for metric, value, unit in (
+        ("windows", float(len(nll)), "windows"),
         ("held_bytes", mine.held[0], "bytes"),
         ("scored_kept_tokens", sum(mine.scored_kept) / len(mine.scored_kept), "tokens"),
         ("scored_bytes", mine.scored_held[0], "bytes"),

@@ -20,6 +20,7 @@ from kvbench.report.compare.declared import Traits, measured_bounded, traits_of
 from kvbench.report.compare.names import display_name, heads_text, labels, short_model
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.compare.scored_bytes import METRICS, bytes_metric, size_of
+from kvbench.report.compare.time_ratios import with_time_ratios
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.results.intervals import wilson
 from kvbench.results.paired import Verdict
@@ -28,7 +29,7 @@ from kvbench.results.row import Row
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
 WHILE_SCORED = ("scored_kept_tokens", "x_smaller")
 BYTES = ("held_bytes", "dense_bytes", "compressible_share", "bytes_per_token", "bytes_per_token_layer")
-SPEED = ("tpot_p50_ms", "bandwidth_share", "steady")
+SPEED = ("tpot_p50_ms", "tpot_to_full", "bandwidth_share", "steady")
 PROTOCOL = "prefill_decode"
 """Of several protocols of a measure the one that is taken: compress a prompt, then decode."""
 
@@ -96,6 +97,7 @@ def groups_of(rows: Sequence[Row], evidence: WindowEvidence = NO_EVIDENCE) -> li
 
     evidence: windows from which the methods get their verdicts.
     """
+    rows = with_time_ratios(rows)
     names = labels([row for row in rows if row.method])
     settings: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -182,7 +184,10 @@ def _take_scored(group: Group, found: dict[Config, MethodNumbers], rows: list[Ro
         context = longest if context is None else context
         for line in sorted(lines, key=lambda line: -(line.row.batch or 0)):
             if line.row.context == context:
-                found[config_of(line.row)].scored = line.get("held_bytes")
+                one = found[config_of(line.row)]
+                one.scored = line.get("held_bytes")
+                if (smaller := line.get("x_smaller")) is not None:
+                    one.numbers["x_smaller"] = smaller
     if context is not None and any(one.scored for one in found.values()):
         group.contexts["bytes"] = context
 

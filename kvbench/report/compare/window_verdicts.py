@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvbench.report.compare.comparison import comparison_key, is_baseline
 from kvbench.report.compare.method_families import LARGEST, MethodFamily, families_of
 from kvbench.report.compare.window_samples import MethodWindows, WindowKey, WindowSample, by_method, window_key
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict, verdicts
@@ -45,6 +46,20 @@ class WindowEvidence:
         found = (self.verdicts.get(key) for key in _keys(row)) if row is not None else iter(())
         return next((verdict for verdict in found if verdict is not None), None)
 
+    def window_count(self, row: Row) -> int | None:
+        """Windows of the method of a row, for the full cache of all methods beside it; None without samples."""
+        known = (self.windows.get(key) for key in _keys(row))
+        own = next((len(found.differences) for found in known if found is not None), None)
+        if own is not None or not is_baseline(row):
+            return own
+        setting = comparison_key(row, across_measures=True), row.context
+        beside = [
+            len(method.differences)
+            for method in self.windows.values()
+            if (comparison_key(method.row, across_measures=True), method.row.context) == setting
+        ]
+        return max(beside, default=None)
+
     def is_best(self, row: Row) -> bool:
         """The method belongs to the best ones of its budget and decode mode."""
         return any(key in self.best for key in _keys(row))
@@ -79,12 +94,17 @@ def evidence_of(samples: Iterable[WindowSample]) -> WindowEvidence:
     return WindowEvidence(windows, dict(zip(windows, given, strict=True)), tuple(families), best)
 
 
-def verdict_cell(verdict: Verdict | None) -> str:
-    """The verdict as a cell of a table: `worse`, `not enough data (8 windows; at least 10 needed)`."""
+def verdict_cell(verdict: Verdict | None, *, short: bool = False) -> str:
+    """The verdict as a cell of a table: `worse`, `not enough data (8 windows; at least 10 needed)`.
+
+    short: two words at most.
+    """
     if verdict is None:
         return "–"
     if verdict.kind == "worse":
         return "worse"
+    if short:
+        return verdict.kind.replace("_", " ").replace("not enough data", "no verdict")
     if verdict.kind == "within_margin":
         return "within margin, with a loss" if verdict.shows_loss else "within margin"
     return verdict.text()

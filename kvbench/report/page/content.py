@@ -13,6 +13,7 @@ from kvbench.report.advice.summary import summary
 from kvbench.report.compare.comparison import measures_of
 from kvbench.report.compare.methods import groups_of
 from kvbench.report.compare.names import short_model
+from kvbench.report.compare.origins import origins_of
 from kvbench.report.compare.warnings import ReportWarning, find_warnings, remarks
 from kvbench.report.compare.window_samples import read_samples
 from kvbench.report.compare.window_verdicts import evidence_of
@@ -53,7 +54,8 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
     samples = read_samples(runs)
     evidence = evidence_of(samples)
     groups = groups_of(rows, evidence)
-    head = overview(groups, headlines, evidence)
+    origins = origins_of(runs)
+    head = overview(groups, headlines, evidence, origins)
     measured = [group for group in groups if group.members]
     return Report(
         title=_title(rows),
@@ -63,7 +65,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
         advice=advise(groups),
         tables=[
             *([head] if head is not None else []),
-            *build_tables(rows, headlines, evidence),
+            *build_tables(rows, headlines, evidence, origins),
             *published_tables(configs.values(), rows),
         ],
         traits=traits_table(measured),

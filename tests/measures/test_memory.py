@@ -352,3 +352,18 @@ def test_layers_that_the_model_bounds_count_with_what_they_hold() -> None:
     assert value(rows, "full", "bits_per_value") == pytest.approx(32, rel=0.07)
     held = {method: parts(rows, method)["dense"] for method in ("full", "h2o")}
     assert held == {"full": 4 * numbers * (SEEN + 16), "h2o": 4 * numbers * (11 + 16)}  # a slot for the step itself
+
+
+def test_progress_names_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each method is a phase of its own in a run, so a line without a name would say nothing."""
+    said: list[str] = []
+    here = bench(methods("full", "h2o"))
+    monkeypatch.setattr(type(here.progress), "say", lambda progress, line: said.append(line))
+    for method in here.methods:
+        rows_of(measure_bytes(replace(here, methods=[method]), Memory([CONTEXT], TOKENS, isolate=False)))
+    rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS, isolate=False)))
+    assert [line.rpartition(":")[0] for line in said] == [
+        f"memory {CONTEXT} full",
+        f"memory {CONTEXT} h2o",
+        f"memory {CONTEXT} of 2 methods",
+    ]

@@ -59,14 +59,18 @@ def _caption(table: Table, columns: Sequence[Column], dropped: Sequence[str]) ->
     missing = any(cell == "–" for column in columns for cell in column.full)
     sentences = [
         table.title,
-        ", ".join(table.caption),
-        "; ".join(symbols_of(column.key for column in columns)),
+        _capitalised("; ".join(table.caption)),
+        "; ".join(symbols_of(column.key for column in columns)),  # a symbol keeps its small letter
         "Brackets: 95% intervals" if intervals else "",
         "Bold: better than every other method beyond the intervals" if any(column.best for column in columns) else "",
         "–: not measured" if missing else "",
         f"Left out, in the CSV: {', '.join(dropped)}" if dropped else "",
     ]
-    return "".join(f"{sentence[0].upper()}{sentence[1:].rstrip('. ')}. " for sentence in sentences if sentence).strip()
+    return " ".join(f"{sentence.rstrip('. ')}." for sentence in sentences if sentence)
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _columns_that_fit(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:

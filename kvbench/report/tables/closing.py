@@ -27,11 +27,17 @@ def closing_sentences(groups: Sequence[Group]) -> list[str]:
 
 def _of_group(group: Group) -> Iterator[str]:
     budgets: dict[str, list[MethodNumbers]] = {}
-    for member in group.members:
+    for member in sorted(group.members, key=_order):
         if (member.value("x_smaller") or 0) > 0:
             budgets.setdefault(_kept(member), []).append(member)
     for kept, members in budgets.items():
         yield f"{kept}: {_methods(members)}{_windows(members)}."
+
+
+def _order(member: MethodNumbers) -> tuple[bool, float]:
+    """Without a budget first, then tokens in ascending order, then shares of the prompt."""
+    budget = member.row.budget or 0.0
+    return 0 < budget < 1, budget
 
 
 def _kept(member: MethodNumbers) -> str:
@@ -46,7 +52,7 @@ def _methods(members: Sequence[MethodNumbers]) -> str:
     measured = [member for member in members if member.value("nll_minus_full") is not None]
     if len(members) > MOST_METHODS and measured:
         least = min(measured, key=lambda member: member.value("nll_minus_full") or 0.0)
-        return f"of {len(members)} methods the lowest loss was measured for {_one(least, least.label)}"
+        return f"the lowest loss of {len(members)} methods: {_one(least, display_name(least.row))}"
     shown = [display_name(member.row) for member in members]
     names = shown if len(set(shown)) == len(shown) else [member.label for member in members]
     named = list(zip(members, names, strict=True))[:MOST_METHODS]

@@ -27,6 +27,7 @@ class Latency(Measure):
     """
 
     name: ClassVar[str] = "latency"
+    rates_quality: ClassVar[bool] = False
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("prefill_ms", "prefill", "ms", "low"),
         Headline("observe_ms", "observe", "ms", "low", rank=1),
@@ -59,6 +60,10 @@ class Latency(Measure):
     def cells(self) -> list[Latency]:
         alone = [replace(self, contexts=[context]) for context in self.contexts]
         return [cell for one in alone for cell in one._by_batch()]
+
+    def beside(self, methods: Sequence[MethodRun], everyone: Sequence[MethodRun]) -> list[MethodRun]:
+        """The full cache, for the ratio of times; nothing beside a throughput, which each method has by itself."""
+        return super().beside(methods, everyone) if self.batches else []
 
     def _by_batch(self) -> list[Latency]:
         """A cell for each batch, and one without batches for the throughput."""

@@ -13,6 +13,8 @@ PORTRAIT, LANDSCAPE = 345.0, 550.0
 """Points of text width and text height of LaTeX's `article` at 10 points."""
 LETTER, SMALL_LETTER, GAP = 4.3, 3.5, 6.0
 """Points of a letter in \\scriptsize and in \\tiny, on the wide side, and between two columns."""
+WORDS = 90.0
+"""Points from which a column of words breaks its lines."""
 ONLY_IN_FILES = 2
 """Columns of this rank and above are only in the CSV."""
 MINUS = re.compile(r"(?<![\w)\]])-(?=[\d.])")
@@ -22,19 +24,22 @@ EXPONENT = re.compile(r"(?<![\w.)\]])([+-]?)(\d+(?:\.\d+)?)e([+-]\d+)(?!\w)")
 def to_latex(table: Table) -> str:
     """A `longtable` with booktabs rules and a repeated head, the best of a column in bold.
 
-    It needs \\usepackage{booktabs,longtable,pdflscape}. A table that is too wide for a page stands in landscape; where
-    that is too narrow as well, columns are left out, and the caption names them.
+    It needs \\usepackage{array,booktabs,longtable,pdflscape}. A table that is too wide for a page stands in landscape.
+    Where that is too narrow as well, intervals stand below their numbers; then columns are left out, and the caption
+    names them.
     """
-    columns, dropped = _columns_that_fit([column for column in table.columns if column.rank < ONLY_IN_FILES])
-    landscape = _width(columns) > PORTRAIT
+    wanted = [column for column in table.columns if column.rank < ONLY_IN_FILES]
+    stacked = _width(wanted, stacked=False) > LANDSCAPE
+    columns, dropped = _columns_that_fit(wanted, stacked=stacked)
+    landscape = _width(columns, stacked=stacked) > PORTRAIT
     count = len(columns)
     head = [r"\toprule", " & ".join(map(_head, columns)) + r" \\", r"\midrule"]
-    lines = [_line([_cell(column, index) for column in columns]) for index in range(table.height)]
+    lines = [_line([_cell(column, index, stacked=stacked) for column in columns]) for index in range(table.height)]
     body = [
-        "% \\usepackage{booktabs,longtable,pdflscape}",
+        "% \\usepackage{array,booktabs,longtable,pdflscape}",
         *([r"\begin{landscape}"] if landscape else []),
         r"\begingroup\scriptsize\setlength{\tabcolsep}{3pt}",
-        rf"\begin{{longtable}}{{{''.join('l' if column.left else 'r' for column in columns)}}}",
+        rf"\begin{{longtable}}{{{''.join(map(_kind, columns))}}}",
         rf"\caption{{{escaped(_caption(table, columns, dropped))}}}\label{{tab:{table.name}}}\\",
         *head,
         r"\endfirsthead",
@@ -73,18 +78,32 @@ def _capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _columns_that_fit(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
+def _columns_that_fit(columns: Sequence[Column], *, stacked: bool) -> tuple[list[Column], list[str]]:
     """The columns that a page in landscape holds, and the headers of the others: of high rank first, from the right."""
     kept, dropped = list(columns), []
-    while _width(kept) > LANDSCAPE and any(not column.whole for column in kept):
+    while _width(kept, stacked=stacked) > LANDSCAPE and any(not column.whole for column in kept):
         loose = [index for index, column in enumerate(kept) if not column.whole]
         dropped.append(kept.pop(max(loose, key=lambda index: (kept[index].rank, index))).header)
     return kept, dropped
 
 
-def _width(columns: Sequence[Column]) -> float:
-    """Points that the columns need."""
-    return sum(GAP + max(map(_points, _texts(column))) for column in columns)
+def _kind(column: Column) -> str:
+    """The column of the `longtable`: long words break into lines, other words and numbers stand as they are."""
+    if not column.left:
+        return "r"
+    return rf">{{\raggedright\arraybackslash}}p{{{WORDS:.0f}pt}}" if _breaks(column) else "l"
+
+
+def _breaks(column: Column) -> bool:
+    return column.left and not column.whole and LETTER * max(map(len, column.compact), default=0) > WORDS
+
+
+def _width(columns: Sequence[Column], *, stacked: bool) -> float:
+    """Points that the columns need. stacked: with intervals below their numbers."""
+    return sum(
+        GAP + (WORDS if _breaks(column) else max(_points(parts, stacked=stacked) for parts in _texts(column)))
+        for column in columns
+    )
 
 
 def _texts(column: Column) -> list[tuple[str, str]]:
@@ -92,9 +111,9 @@ def _texts(column: Column) -> list[tuple[str, str]]:
     return [*heads, *(_parts(column, index) for index in range(len(column.full)))]
 
 
-def _points(parts: tuple[str, str]) -> float:
-    number, interval = parts
-    return LETTER * len(number) + SMALL_LETTER * (len(interval) + bool(interval))
+def _points(parts: tuple[str, str], *, stacked: bool) -> float:
+    number, interval = LETTER * len(parts[0]), SMALL_LETTER * len(parts[1])
+    return max(number, interval) if stacked else number + interval + SMALL_LETTER * bool(interval)
 
 
 def _parts(column: Column, index: int) -> tuple[str, str]:
@@ -113,11 +132,14 @@ def _head(column: Column) -> str:
     return rf"\shortstack[{side}]{{{stacked}}}"
 
 
-def _cell(column: Column, index: int) -> str:
+def _cell(column: Column, index: int, *, stacked: bool) -> str:
     """The number, bold where it is the best, its interval in a tiny font."""
     number, interval = _parts(column, index)
     text = rf"\textbf{{{escaped(number)}}}" if index in column.best else escaped(number)
-    return rf"{text} {{\tiny {escaped(interval)}}}" if interval else text
+    if not interval:
+        return text
+    small = rf"{{\tiny {escaped(interval)}}}"
+    return rf"\shortstack[r]{{{text} \\ {small}}}" if stacked else f"{text} {small}"
 
 
 def _line(cells: Sequence[str]) -> str:

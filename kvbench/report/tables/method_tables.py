@@ -33,7 +33,7 @@ SETTINGS_OF_A_MEASURE = tuple(name for name in IDENTITY if name not in (*MODEL_A
 QUALITY = (
     Headline("nll_minus_full", "ΔNLL", "signed", better="low"),
     Headline("kl", "KL", "small", better="low"),
-    Headline("top1", "top-1", "percent", better="high"),
+    Headline("top1", "top-1", "percent", better="high", rank=1),
     Headline("hit_rate", "needles", "percent", better="high"),
 )
 HELD = Headline("held_bytes", "held", "bytes", better="low", exact=True)
@@ -184,7 +184,11 @@ def traits_table(groups: Sequence[Group]) -> Table | None:
     if not pairs:
         return None
     texts = [_traits(member, group) for member, group in pairs]
-    columns = tuple(text_column(key, key, [text[key] for text in texts], whole=key == "method") for key in texts[0])
+    columns = tuple(
+        Column(key, key, cells, cells, left=key not in ("x smaller", "at a ΔNLL of"), whole=key == "method")
+        for key in texts[0]
+        for cells in [[text[key] for text in texts]]
+    )
     return Table("traits", "Traits", [], columns, [_traits_record(*pair) for pair in pairs], terminal=False)
 
 

@@ -31,6 +31,14 @@ def some_tables() -> list[Table]:
     return [one for one in found if one is not None]
 
 
+def columns_of(source: str) -> str:
+    """The columns of the longtable, a letter each."""
+    (line,) = [line for line in source.splitlines() if line.startswith(r"\begin{longtable}")]
+    spec = re.sub(r">\{[^}]*\}|\{\d+pt\}", "", line.removeprefix(r"\begin{longtable}"))
+    assert re.fullmatch(r"\{[lrp]+\}", spec), spec
+    return spec.strip("{}")
+
+
 def faults(source: str) -> list[str]:
     """What LaTeX would stop at: braces, environments, dollars, columns of each line and signs that need a backslash."""
     source = re.sub(r"^% \\usepackage.*\n", "", source)
@@ -46,7 +54,7 @@ def faults(source: str) -> list[str]:
     begun = [name for kind, name in words if kind == "begin"]
     if begun != [name for kind, name in words if kind == "end"][::-1]:
         found.append(f"environments {words}")
-    (spec,) = re.findall(r"\\begin\{longtable\}\{([lr]+)\}", source)
+    spec = columns_of(source)
     for line in source.splitlines():
         cells = len(re.findall(r"(?<!\\)&", line)) + 1
         if line.endswith(r" \\") and cells != len(spec):
@@ -117,7 +125,7 @@ def wide(count: int) -> Table:
 @pytest.mark.parametrize("count", [2, 8, 30])
 def test_a_wide_table_stands_in_landscape_and_names_what_is_left_out(count: int) -> None:
     source = to_latex(wide(count))
-    (spec,) = re.findall(r"\\begin\{longtable\}\{([lr]+)\}", source)
+    spec = columns_of(source)
     widest = 49.0  # ten letters and a gap
     assert (len(spec) - 1) * widest < LANDSCAPE
     assert (r"\begin{landscape}" in source) == (count * widest > PORTRAIT - 49)
@@ -125,6 +133,17 @@ def test_a_wide_table_stands_in_landscape_and_names_what_is_left_out(count: int)
     if count == 30:
         first = source.split("Left out, in the CSV: ")[1].split(",")[0]
         assert first == "c29"  # of the highest rank, from the right
+
+
+def test_before_a_column_is_left_out_intervals_stand_below_their_numbers_and_words_break() -> None:
+    cells = ["12.345 [11.234, 13.456]"]
+    numbers = [Column(f"c{i}", f"c{i}", cells, cells) for i in range(8)]
+    name, words = text_column("method", "method", ["full"], whole=True), text_column("why", "why", [20 * "word "])
+    source = to_latex(Table("wide", "Wide", [], (name, *numbers), []))
+    assert r"\shortstack[r]{12.345 \\ {\tiny [11.234, 13.456]}}" in source and "Left out" not in source
+    assert "shortstack" not in to_latex(Table("narrow", "Narrow", [], (name, *numbers[:3]), []))
+    source = to_latex(Table("words", "Words", [], (name, words), []))
+    assert columns_of(source) == "lp" and "landscape" not in source.partition("\n")[2]
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX on this machine")
@@ -144,5 +163,5 @@ def test_latex_compiles_and_no_table_is_wider_than_the_page(tmp_path: Path) -> N
 
 
 def document(tables: Sequence[Table]) -> str:
-    packages = r"\documentclass{article}\usepackage[T1]{fontenc}\usepackage{booktabs,longtable,pdflscape}"
+    packages = r"\documentclass{article}\usepackage[T1]{fontenc}\usepackage{array,booktabs,longtable,pdflscape}"
     return rf"{packages}\begin{{document}}{''.join(map(to_latex, tables))}\end{{document}}"

@@ -28,7 +28,7 @@ from kvbench.models.load import LoadedModel, describe, load_model, load_tokenize
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
 from kvbench.report.compare.origins import origins_of
-from kvbench.report.compare.window_samples import read_samples
+from kvbench.report.compare.window_samples import read_windows
 from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.tables.measure_tables import TerminalTable
 from kvbench.report.tables.published import Published, print_published, published_of
@@ -182,7 +182,7 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
     if rows := [row for record in results for row in record_rows(record)]:
         runs = list(dict.fromkeys(record.run for record in results))
         headlines = recorded_headlines(map(read_config, runs))
-        Console().print(TerminalTable(rows, headlines, evidence_of(read_samples(runs)), origins_of(runs)))
+        Console().print(TerminalTable(rows, headlines, evidence_of(read_windows(runs)), origins_of(runs)))
         print_published(published, rows)
     bad = 0
     for cell, record in zip(work.cells, records, strict=True):

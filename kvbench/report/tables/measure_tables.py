@@ -18,6 +18,7 @@ from kvbench.report.compare.comparison import Line, baseline_of, decode_of, line
 from kvbench.report.compare.methods import groups_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.origins import Origins, mixed_origins, runs_of
+from kvbench.report.compare.texts import split_by_text
 from kvbench.report.compare.time_ratios import missing_ratios, missing_slopes, with_time_ratios
 from kvbench.report.compare.warnings import find_warnings
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
@@ -63,9 +64,14 @@ def build_tables(
             caption = [*caption_of(lines, skip=("context",)), *constants, *repeats_text(lines), *origin]
             tables += needle_tables(lines, identity, caption, columns)
             continue
-        lines = lines_of(rows, measure)
+        pooled, single = split_by_text([row for row in rows if row.measure == measure])
+        lines = lines_of(pooled, measure)
         origin = mixed_origins(lines, origins)
         tables.append(_measure_table(measure, lines, recorded, evidence, origin))
+        if by_text := lines_of(single, measure):
+            table = _measure_table(measure, by_text, recorded, evidence, mixed_origins(by_text, origins))
+            name, title = f"{measure}_by_text", f"{table.title} by text"
+            tables.append(replace(table, name=name, title=title, terminal=False))
         if parts := _parts_table(measure, lines, origin):
             tables.append(parts)
         if measure == "perplexity" and (pairs := method_pairs_table(evidence.families, origin)):

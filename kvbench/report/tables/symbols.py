@@ -8,6 +8,8 @@ SYMBOLS = {
     "ppl": "ppl: perplexity of the scored tokens",
     "nll_minus_full": "ΔNLL: nats a token above the full cache on the same tokens",
     "kl": "KL: Kullback-Leibler divergence from the full cache's predictions, nats a token",
+    "gap_closed_kl": "gap closed: share of the KL from random eviction (0%) to hindsight (100%) that a keep rule saves",
+    "gap_closed_nll": "gap closed in NLL: the same of the NLL",
     "top1": "top-1: share of tokens for which the full cache predicts the same next token",
     "hit_rate": "needles: share of hidden needles found at the longest length that the full cache solves",
     "rate": "hit rate: share of hidden needles found",

@@ -67,6 +67,8 @@ def _one(member: MethodNumbers, name: str, *, short: bool = False) -> str:
     times, loss = member.value("x_smaller") or 0.0, member.value("nll_minus_full")
     size = f"{number_text.significant(max(times, 1 / times), 2)}x {'smaller' if times >= 1 else 'larger'}"
     reference = "" if short else " than a 16-bit full cache"
+    if size.startswith("1.0x"):
+        size, reference = "as large", "" if short else " as a 16-bit full cache"
     cost = "" if loss is None else f" at {_signed(loss)} nats{'' if short else ' a token'}"
     verdict = member.verdict
     judged = "" if verdict is None or verdict.n < FEWEST_UNITS else f" ({VERDICTS[verdict.kind]})"

@@ -44,6 +44,8 @@ def test_size_against_16_bits_loss_and_windows_in_one_sentence() -> None:
 def test_a_cache_that_is_larger_than_in_16_bits_is_called_that() -> None:
     (text,) = closing([*FULL, *cache("full", 30, 0.001, **OTHER)], 16)
     assert text.startswith("All tokens kept: full+int4 is 1.5x larger than a 16-bit full cache at +0.0010 nats a token")
+    (text,) = closing([*FULL, *cache("full", 20.2, 0.001, **OTHER)], 16)
+    assert "full+int4 is as large as a 16-bit full cache at" in text
 
 
 def test_budgets_have_a_sentence_each_and_many_methods_one_name() -> None:

@@ -64,7 +64,12 @@ def chat(group: Group, evidence: WindowEvidence) -> CardLine:
     if texts and not prose:
         return line.abstain("only code was scored, no prose", on_windows(group, None, data="data=essays"))
     only = prose if len(prose) < len(texts) else []
-    line = _by_loss(line, evidence, group.dataset, only, Rule(MARGIN))
+
+    def run(group: Group, row: Row | None, windows: int | None) -> str:
+        """All texts again, so that the prose among them gets the windows that it needs."""
+        return on_windows(group, row, -(-(windows or 0) * len(texts) // len(prose)) if prose else windows)
+
+    line = _by_loss(line, evidence, group.dataset, only, Rule(MARGIN, run))
     if line.choice is not None and line.choice.traits.bounded is False:
         line.limits.append(f"the cache of {line.setting} grows with the chat")
     return line

@@ -156,8 +156,8 @@ def on_texts(losses: dict[str, float], windows: int = 16) -> tuple[list[Row], li
     return rows, samples
 
 
-def lines_on_texts(losses: dict[str, float]) -> dict[str, CardLine]:
-    rows, samples = on_texts(losses)
+def lines_on_texts(losses: dict[str, float], windows: int = 16) -> dict[str, CardLine]:
+    rows, samples = on_texts(losses, windows)
     evidence = evidence_of(samples)
     card = answer_card(groups_of(rows, evidence), evidence)
     assert card is not None
@@ -172,6 +172,8 @@ def test_chat_reads_prose_and_code_reads_code() -> None:
     assert any("32 windows of essays+bible" in limit for limit in lines["chat"].limits)
     lines = lines_on_texts({"essays": 0.2, "code": 0.001})
     assert (lines["chat"].mark, lines["code"].mark) == ("with loss", "")
+    few = lines_on_texts({"essays": 0.004, "code": 0.2}, windows=6)["chat"]
+    assert few.mark == "not enough data" and few.command is not None and "windows=32" in few.command
     without = lines_on_texts({"essays": 0.2, "bible": 0.001})
     assert without["code"].setting == "–" and without["code"].reasons == ["no code was scored"]
 

@@ -262,11 +262,13 @@ def test_better_than_full_beyond_the_interval_is_said() -> None:
     prompt = TEXT[None, :CONTEXT]
     said = generate(MODEL, None, build_cache(MODEL, methods("full")["full"], prompt, TOKENS), TOKENS)
     named = {"full": Method("full", Full(), Zeroed()), "real": Method("real", Full(), DenseStore())}
-    rows = rows_of(score_windows(run_context_of(MODEL, named, torch.cat([prompt, said], dim=1)[0]), settings()))
-    notes = {row.method: row for row in rows if row.metric == "nll_minus_full"}
-    assert notes["real"].high is not None and notes["real"].high < 0
-    assert "better_than_full" in flags_of(notes["real"])
-    assert "better_than_full" not in flags_of(notes["full"])
+    context = run_context_of(MODEL, named, torch.cat([prompt, said], dim=1)[0])
+    for windows in (9, 10):
+        rows = rows_of(score_windows(context, settings(windows=windows)))
+        notes = {row.method: row for row in rows if row.metric == "nll_minus_full"}
+        assert notes["real"].high is not None and notes["real"].high < 0
+        assert ("better_than_full" in flags_of(notes["real"])) == (windows == 10)  # below, the units are blocks
+        assert "better_than_full" not in flags_of(notes["full"])
 
 
 # failures
@@ -371,3 +373,4 @@ def test_bytes_are_those_of_the_scored_cache_against_a_full_cache_in_16_bits() -
     assert small == value(rows, "h2o", "held_bytes") < full / 2
     assert value(rows, "h2o", "x_smaller") == pytest.approx(2 * 2 * number * seen / small)
     assert not [row for row in rows if row.method == "recompute" and row.metric == "x_smaller"]  # nothing is held
+    assert {value(rows, method, "windows") for method in ("full", "h2o", "recompute")} == {2}

@@ -2,7 +2,7 @@
 
 A method's rows: ppl, nll, kl, kl_reverse, top1, top5; nll_minus_full with its worst decile and the share of worse
 samples; gap_closed_nll and gap_closed_kl; nll_at and kl_at by position; engaged, kept_tokens, positions_processed;
-held_bytes (of a batch), scored_kept_tokens, scored_bytes, x_smaller.
+windows; held_bytes (of a batch), scored_kept_tokens, scored_bytes, x_smaller.
 """
 
 import math
@@ -82,6 +82,7 @@ def _rows(
     yield from gap_rows(base, method, context, scores, windows)
     engaged, kept = float(torch.cat(mine.columns["engaged"])[windows].mean()), sum(mine.kept) / len(mine.kept)
     yield from engagement_rows(base, engaged, kept, sum(mine.processed) / len(mine.processed))
+    yield replace(base, metric="windows", value=float(len(windows)), unit="windows")
     yield from _byte_rows(base, mine)
 
 
@@ -144,7 +145,8 @@ def _mean_rows(base: Row, metric: str, values: Tensor, seed: int) -> Iterator[Ro
         here = with_flags(here, "not_finite")
     if metric == "nll":
         yield replace(here, metric="ppl", value=exp(mean), unit="", **bounds(interval, exp))
-    if metric == "nll_minus_full" and interval is not None and interval[1] < 0:
+    # An interval over blocks covers these windows only, so it shows nothing about the method.
+    if metric == "nll_minus_full" and units.of_windows and interval is not None and interval[1] < 0:
         here = with_flags(here, "better_than_full")
     yield replace(here, metric=metric, value=mean, unit=UNITS[metric], **bounds(interval))
     if metric != "nll_minus_full":

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.report.advice.advice import Advice, advised_groups
-from kvbench.report.compare.methods import group_name
 from kvbench.report.compare.warnings import ReportWarning
 from kvbench.report.figures.all_figures import DrawnFigure
+from kvbench.report.page.card_markdown import banner_markdown, card_markdown, safe
 from kvbench.report.page.content import Report
 from kvbench.report.page.table_files import to_markdown
 from kvbench.report.tables.table import Table, shared_caption
@@ -22,11 +21,12 @@ READING = """\
 ΔNLL: nats a token above the full cache on the same tokens. KL: from the full cache to the method, nats a token. top-1:
 share of tokens for which both predict the same next token. engaged: share of the scored tokens that were predicted
 after an eviction or a quantisation. kept: tokens held per KV head. TTFT: time to first token. TPOT: time per output
-token. a token: held bytes divided by tokens seen. x smaller: bytes of the full cache of the same model and run, divided
-by bytes held, free slots included. x smaller than 16-bit: bytes of a full cache in 16 bits, divided by bytes held,
-means while scored. decode: append adds decoded tokens to the budget, evict holds the budget. Brackets: 95% intervals
-(how they are computed: under How it was measured). Bold: better than every other method beyond the intervals; for
-perplexity by paired tests over windows, as the caption says. The CSV files hold unrounded numbers.
+token. TPOT / full's: median step over the full cache's in the same run, below 1 is faster. a token: held bytes divided
+by tokens seen. x smaller: bytes of the full cache of the same model and run, divided by bytes held, free slots
+included. x smaller than 16-bit: bytes of a full cache in 16 bits, divided by bytes held, means while scored. decode:
+append adds decoded tokens to the budget, evict holds the budget. Brackets: 95% intervals (how they are computed: under
+How it was measured). Bold: better than every other method beyond the intervals; for perplexity by paired tests over
+windows, as the caption says. The CSV files hold unrounded numbers.
 """
 
 
@@ -35,9 +35,10 @@ def report_markdown(report: Report) -> str:
     sections = [
         f"# {report.title}",
         report.size,
+        banner_markdown(report.banner),
+        card_markdown(report.card) if report.card is not None else "",
         "## Warnings\n\n" + (_listed(report.warnings) or NO_WARNINGS),
-        "## Summary\n\n" + "\n".join(f"- {_safe(sentence)}" for sentence in report.summary) if report.summary else "",
-        "## Advice\n\n" + _advice(report.advice) if report.advice else "",
+        "## Summary\n\n" + "\n".join(f"- {safe(sentence)}" for sentence in report.summary) if report.summary else "",
         *_tables(report.tables),
         "## Figures\n\n" + _figures(report.figures) if report.figures else "",
         f"## Traits\n\n{to_markdown(report.traits)}" if report.traits is not None else "",
@@ -80,28 +81,8 @@ def _figures(figures: Sequence[DrawnFigure]) -> str:
     return "\n\n".join(images)
 
 
-def _advice(advice: Sequence[Advice]) -> str:
-    groups = advised_groups(advice)
-    parts = []
-    for one in advice:
-        several = len(groups) > 1 and one.key != "architecture"
-        where = f" ({_safe(group_name(one.group, groups))})" if several else ""
-        lines = [f"**{one.title}**{where} — {one.need}: **{_safe(one.headline)}**", ""]
-        lines += [f"- {_safe(reason)}" for reason in one.reasons]
-        lines += [f"- *not shown by the data:* {_safe(limit)}" for limit in one.limits]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
 def _listed(warnings: Sequence[ReportWarning]) -> str:
-    return "\n".join(f"- **{warning.kind}**: {_safe(warning.text)}" for warning in warnings)
-
-
-def _safe(text: str) -> str:
-    """Text from outside (error messages, notes) with the signs of Markdown escaped."""
-    for sign in ("\\", "`", "*", "_", "<", "[", "]"):
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    return "\n".join(f"- **{warning.kind}**: {safe(warning.text)}" for warning in warnings)
 
 
 def machine_text(known: Mapping[str, Any]) -> str:

@@ -15,8 +15,9 @@ from kvbench.report.compare.warnings import ReportWarning
 from kvbench.report.figures.all_figures import DrawnFigure
 from kvbench.report.page.commands import RecordedRun, command_of
 from kvbench.report.page.content import Report
+from kvbench.report.page.latex import to_latex
 from kvbench.report.page.markdown import NO_WARNINGS, READING, machine_text
-from kvbench.report.page.table_files import to_csv, to_latex, to_markdown
+from kvbench.report.page.table_files import to_csv, to_markdown
 from kvbench.report.tables.table import INTERVAL, Column, Table
 
 OPEN_LINES = 3

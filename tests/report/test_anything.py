@@ -248,7 +248,7 @@ def said_of(made: Rows) -> None:
     """Everything that a report says in words and tables, each of them looked at."""
     groups = groups_of(made)
     card = answer_card(groups)
-    evidence = banner(made, groups, NO_EVIDENCE, {"run": {}})
+    evidence = banner(made, groups, NO_EVIDENCE, {})
     lines = [] if card is None else card.lines
     sentences = [
         *summary(groups),

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.report.compare.comparison import is_baseline
 from kvbench.report.compare.methods import Group
 from kvbench.report.compare.names import heads_text, name_list, short_model
+from kvbench.report.compare.origins import UNKNOWN, Origin, Origins
 from kvbench.report.compare.texts import texts_of
 from kvbench.report.compare.verdicts import WEIGHTS_WORDS
 from kvbench.report.compare.window_verdicts import WindowEvidence
 from kvbench.results.paired import FEWEST_UNITS
 from kvbench.results.row import Row
 
-HASH = 10
-"""Characters of a source hash that are shown."""
 MIXED = {
     "source": ("source versions of kvbench", "the code"),
     "machine": ("machines", "the machine"),
@@ -33,37 +31,33 @@ class Banner:
     warnings: Sequence[str]
 
 
-def banner(
-    rows: Sequence[Row], groups: Sequence[Group], evidence: WindowEvidence, provenance: Mapping[str, Mapping[str, Any]]
-) -> Banner:
-    """provenance: of each run, by the name that its rows carry."""
+def banner(rows: Sequence[Row], groups: Sequence[Group], evidence: WindowEvidence, origins: Origins) -> Banner:
+    """origins: of each run, by the name that its rows carry."""
+    runs = {row.run for row in rows}
+    known = [origin for run, origin in origins.items() if run in runs]
     facts = [
         ("Model", _models(rows)),
         ("Numbers", _dtypes(groups)),
         ("Windows", _windows(groups, evidence)),
         ("Texts", name_list(_texts(rows)) or "none scored"),
-        ("Machine", name_list(_values(provenance, machine_of)) or "not recorded"),
-        ("Sources", name_list(_values(provenance, source_of)) or "not recorded"),
-        ("Measured", name_list(_values(provenance, day_of)) or "not recorded"),
+        ("Machine", name_list(_distinct(known, "machine")) or "not recorded"),
+        ("Sources", name_list(_distinct(known, "source")) or "not recorded"),
+        ("Measured", name_list(_distinct(known, "day")) or "not recorded"),
     ]
-    return Banner([(name, text) for name, text in facts if text], [*_few(evidence), *mixed(rows, provenance)])
+    return Banner([(name, text) for name, text in facts if text], [*_few(evidence), *mixed(rows, origins)])
 
 
-def mixed(rows: Iterable[Row], provenance: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def mixed(rows: Iterable[Row], origins: Origins) -> list[str]:
     """One sentence for each kind of thing that differs between the runs behind one table."""
     runs: dict[str, set[str]] = {}
     for row in rows:
-        if row.measure is not None and row.run is not None:
+        if row.measure is not None and row.run is not None and row.run in origins:
             runs.setdefault(row.measure, set()).add(row.run)
     found = []
-    for name, read in (("source", source_of), ("machine", machine_of), ("day", day_of)):
-        values = {
-            measure: _values({run: provenance[run] for run in sorted(own) if run in provenance}, read)
-            for measure, own in runs.items()
-        }
+    for name, (plural, cause) in MIXED.items():
+        values = {measure: _distinct([origins[run] for run in sorted(own)], name) for measure, own in runs.items()}
         several = {measure: own for measure, own in values.items() if len(own) > 1}
         if several:
-            plural, cause = MIXED[name]
             everything = sorted({value for own in several.values() for value in own})
             found.append(
                 f"Rows of {len(everything)} {plural} ({name_list(everything)}) stand in one table "
@@ -72,23 +66,8 @@ def mixed(rows: Iterable[Row], provenance: Mapping[str, Mapping[str, Any]]) -> l
     return found
 
 
-def source_of(known: Mapping[str, Any]) -> str | None:
-    return str(known["source_hash"])[:HASH] if known.get("source_hash") else None
-
-
-def machine_of(known: Mapping[str, Any]) -> str | None:
-    cpu = known.get("cpu") or {}
-    parts = [str(gpu.get("name")) for gpu in known.get("gpus") or [] if isinstance(gpu, Mapping)]
-    parts += [f"{cpu['name']}, {cpu.get('usable_cores', '?')} cores"] if cpu.get("name") else []
-    return " and ".join(dict.fromkeys(parts)) or None
-
-
-def day_of(known: Mapping[str, Any]) -> str | None:
-    return str(known["time_utc"])[:10] if known.get("time_utc") else None
-
-
-def _values(provenance: Mapping[str, Mapping[str, Any]], read: Any) -> list[str]:
-    return list(dict.fromkeys(value for known in provenance.values() if (value := read(known)) is not None))
+def _distinct(origins: Iterable[Origin], name: str) -> list[str]:
+    return list(dict.fromkeys(value for origin in origins if (value := getattr(origin, name)) != UNKNOWN))
 
 
 def _models(rows: Iterable[Row]) -> str:

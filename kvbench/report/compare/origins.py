@@ -12,6 +12,7 @@ from kvbench.report.compare.names import name_list
 from kvbench.results.run_files import read_metrics, read_provenance
 
 MOST_NAMES = 3
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ def origin_of(provenance: Mapping[str, Any]) -> Origin | None:
     parts = [cpu, *(gpus if isinstance(gpus, Sequence) else [])]
     names = [str(part["name"]) for part in parts if isinstance(part, Mapping) and part.get("name")]
     return Origin(
-        source=str(provenance.get("source_hash") or "unknown")[:8],
-        machine=" + ".join(names) or "unknown",
-        day=str(provenance.get("time_utc") or "unknown")[:10],
+        source=str(provenance.get("source_hash") or UNKNOWN)[:8],
+        machine=" + ".join(names) or UNKNOWN,
+        day=str(provenance.get("time_utc") or UNKNOWN)[:10],
     )
 
 

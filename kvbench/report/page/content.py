@@ -71,7 +71,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
         size=_size(rows, len(runs), measures_of(rows, reading_order(headlines))),
         summary=[*summary(groups), *hindsight_findings(evidence)],
         warnings=find_warnings(rows, {run.name: read_status(run) for run in runs}, evidence),
-        banner=banner(rows, groups, evidence, {name: provenance[run.name] for name, run in folders.items()}),
+        banner=banner(rows, groups, evidence, origins),
         card=answer_card(groups, evidence),
         tables=[
             *([head] if head is not None else []),

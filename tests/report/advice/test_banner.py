@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from kvbench.report.advice.banner import Banner, banner, mixed
 from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.origins import Origin, Origins
 from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.results.row import Row
 from tests.report.synthetic import FULL, OTHER, cache, windows_of
 
-KNOWN: dict[str, Any] = {
-    "source_hash": "a" * 64,
-    "time_utc": "2026-11-30T10:00:00+00:00",
-    "cpu": {"name": "AMD EPYC", "usable_cores": 2},
-    "gpus": [{"name": "H200"}],
-}
+KNOWN = Origin("aaaaaaaa", "AMD EPYC + H200", "2026-11-30")
 
 
-def banner_of(rows: list[Row], windows: int = 16, provenance: dict[str, Any] | None = None) -> Banner:
+def banner_of(rows: list[Row], windows: int = 16, origins: Origins | None = None) -> Banner:
     evidence = evidence_of(windows_of(rows, windows))
-    return banner(rows, groups_of(rows, evidence), evidence, {"one": KNOWN} if provenance is None else provenance)
+    return banner(rows, groups_of(rows, evidence), evidence, {"one": KNOWN} if origins is None else origins)
 
 
 def test_the_banner_names_model_numbers_windows_texts_machine_and_sources() -> None:
-    made = banner_of([*FULL, *cache("full", 10, 0.001, **OTHER)])
+    made = banner_of([replace(row, run="one") for row in (*FULL, *cache("full", 10, 0.001, **OTHER))])
     facts = dict(made.facts)
     assert facts["Model"] == "Toy-135M (3 KV heads, trained)" and facts["Numbers"].startswith("float32; ")
     assert facts["Windows"] == "16 a method, scored after 1,024 tokens" and facts["Texts"] == "essays"
-    assert facts["Machine"] == "H200 and AMD EPYC, 2 cores"
-    assert facts["Sources"] == "aaaaaaaaaa" and facts["Measured"] == "2026-11-30"
+    assert facts["Machine"] == "AMD EPYC + H200"
+    assert facts["Sources"] == "aaaaaaaa" and facts["Measured"] == "2026-11-30"
     assert made.warnings == []
-    empty = dict(banner_of([], provenance={}).facts)
+    empty = dict(banner_of([], origins={}).facts)
     assert empty["Windows"] == "no window in samples.jsonl" and empty["Sources"] == "not recorded"
 
 
@@ -53,17 +48,17 @@ def test_few_windows_are_warned_of_with_the_number_needed() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"source_hash": "b" * 64}, "2 source versions of kvbench (aaaaaaaaaa, bbbbbbbbbb)"),
-        ({"cpu": {"name": "Xeon", "usable_cores": 4}}, "2 machines"),
-        ({"time_utc": "2026-12-01T10:00:00+00:00"}, "2 days (2026-11-30, 2026-12-01)"),
+        ({"source": "bbbbbbbb"}, "2 source versions of kvbench (aaaaaaaa, bbbbbbbb)"),
+        ({"machine": "Xeon"}, "2 machines"),
+        ({"day": "2026-12-01"}, "2 days (2026-11-30, 2026-12-01)"),
     ],
 )
 def test_mixed_sources_machines_or_days_behind_one_table_are_one_sentence_each(
-    change: dict[str, Any], word: str
+    change: dict[str, str], word: str
 ) -> None:
     rows = [replace(FULL[0], run="one"), replace(FULL[1], run="two"), replace(FULL[-1], run="two")]
-    (told,) = mixed(rows, {"one": KNOWN, "two": KNOWN | change})
+    (told,) = mixed(rows, {"one": KNOWN, "two": replace(KNOWN, **change)})
     assert word in told and "in one table (perplexity): a difference there may come from" in told
     assert mixed(rows, {"one": KNOWN, "two": KNOWN}) == [] and mixed(rows, {}) == []
     apart = [replace(FULL[0], run="one"), replace(FULL[-1], run="two")]  # no table holds both
-    assert mixed(apart, {"one": KNOWN, "two": KNOWN | change}) == []
+    assert mixed(apart, {"one": KNOWN, "two": replace(KNOWN, **change)}) == []

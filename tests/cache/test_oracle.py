@@ -174,7 +174,7 @@ def rule_name(rule: KeepRule) -> str:
 
 
 @pytest.mark.parametrize(
-    "rule", [H2O(budget=2), H2O(budget=3, recent=2), StreamingLLM(budget=5), Random(budget=2)], ids=rule_name
+    "rule", [H2O(budget=2), H2O(budget=3, recent=2), StreamingLLM(budget=5), Random(budget=6)], ids=rule_name
 )
 def test_smallest_budgets(rule: KeepRule) -> None:
     keeps = {

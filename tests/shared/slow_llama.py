@@ -197,7 +197,8 @@ def streaming_keeps(n_sink: int) -> Keeps:
 
 
 def random_keeps(seed: int) -> Keeps:
-    """Half the budget newest; of the others those with the largest hash of (seed, layer, head, position)."""
+    """The first four; half the rest of the budget newest; of the others those with the largest hash of (seed, layer,
+    head, position)."""
 
     def mix(x: int) -> int:
         x &= 0xFFFFFFFF
@@ -206,10 +207,11 @@ def random_keeps(seed: int) -> Keeps:
         return (x ^ x >> 16) % 2**31
 
     def keeps(layer: int, head: int, positions: Positions, _: Scores, seen: int, budget: int) -> set[int]:
-        newest = [p for p in positions if p >= seen - budget // 2]
+        sinks = {p for p in positions if p < 4}
+        newest = {p for p in positions if p >= seen - (budget - 4) // 2}
         drawn = sorted(((mix(mix(mix(mix(p) ^ head) ^ layer) ^ seed), p) for p in positions), reverse=True)
-        others = [p for _, p in drawn if p < seen - budget // 2]
-        return {*newest, *others[: budget - len(newest)]}
+        others = [p for _, p in drawn if p not in sinks | newest]
+        return sinks | newest | set(others[: budget - len(sinks | newest)])
 
     return keeps
 

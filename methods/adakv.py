@@ -21,10 +21,11 @@ class AdaKV(KeepRule):
     tokens, protected ones included. The rest of Hkv * B goes to the best tokens over all heads of the layer, by the
     inner rule's priorities. With allocation="blend", as in the authors' repository, a head's budget is
     w + (1 - `floor`) * count + `floor` * (B - w): w tokens of a head are protected, and count is its number among the
-    best Hkv * (B - w) others of the layer. It is rounded so that the sum is Hkv * B. Of equal priorities the older token
-    is evicted first, and at the same position the token of the lower head. The budgets per head are fixed at the end of
-    the prompt; where decode evicts, each head holds its own. A prompt that fits the budget leaves all heads B. Heads
-    hold blocks of a pool, as many as they need, so memory follows their budgets.
+    best Hkv * (B - w) others of the layer. It is rounded so that the sum is Hkv * B.
+
+    Of equal priorities the older token is evicted first, and at the same position the token of the lower head. The
+    budgets per head are fixed at the end of the prompt; where decode evicts, each head holds its own. A prompt that fits
+    the budget leaves all heads B. Heads hold blocks of a pool, as many as they need, so memory follows their budgets.
     """
 
     inner: KeepRule = field(kw_only=True)

@@ -24,8 +24,9 @@ class AdaKV(KeepRule):
     best Hkv * (B - w) others of the layer. It is rounded so that the sum is Hkv * B.
 
     Of equal priorities the older token is evicted first, and at the same position the token of the lower head. The
-    budgets per head are fixed at the end of the prompt; where decode evicts, each head holds its own. A prompt that fits
-    the budget leaves all heads B. Heads hold blocks of a pool, as many as they need, so memory follows their budgets.
+    budgets per head are fixed at the end of the prompt; where decode evicts, each head holds its own. A prompt that
+    fits the budget leaves all heads B. Heads hold blocks of a pool, as many as they need, so memory follows their
+    budgets.
     """
 
     inner: KeepRule = field(kw_only=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvbench.cache.observe import Observation
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KEEP, KeepRule, keep_best_of_heads
+from kvbench.cache.rule_settings import choice
 from kvbench.errors import UserError
 
 
@@ -16,15 +17,21 @@ from kvbench.errors import UserError
 class AdaKV(KeepRule):
     """Another rule's scores with a budget per head (Feng et al., 2024, arXiv:2407.11550).
 
-    With B the budget of a layer, each KV head keeps its best floor(`floor` * B) tokens. The rest of Hkv * B goes to the
-    best tokens over all heads of the layer, by the inner rule's priorities. Of equal priorities the older token is
-    evicted first, and at the same position the token of the lower head. The budgets per head are fixed at the end of
-    the prompt; where decode evicts, each head holds its own. A prompt that fits the budget leaves all heads B. Heads
-    hold blocks of a pool, as many as they need, so memory follows their budgets.
+    B is the budget of a layer. With allocation="floor", as in kvpress, each KV head keeps its best floor(`floor` * B)
+    tokens, protected ones included. The rest of Hkv * B goes to the best tokens over all heads of the layer, by the
+    inner rule's priorities. With allocation="blend", as in the authors' repository, a head's budget is
+    w + (1 - `floor`) * count + `floor` * (B - w): w tokens of a head are protected, and count is its number among the
+    best Hkv * (B - w) others of the layer. It is rounded so that the sum is Hkv * B.
+
+    Of equal priorities the older token is evicted first, and at the same position the token of the lower head. The
+    budgets per head are fixed at the end of the prompt; where decode evicts, each head holds its own. A prompt that
+    fits the budget leaves all heads B. Heads hold blocks of a pool, as many as they need, so memory follows their
+    budgets.
     """
 
     inner: KeepRule = field(kw_only=True)
     floor: float = 0.2
+    allocation: str = choice("floor", "blend", knob="allocation")
 
     reads_attention = True
     ragged_heads = True
@@ -39,7 +46,7 @@ class AdaKV(KeepRule):
                 f"{found}; type inner=snapkv, for example"
             )
         if not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
-            raise UserError(f"floor={self.floor} for AdaKV; type a share from 0 to 1 (the paper's is 0.2)")
+            raise UserError(f"floor={self.floor} for AdaKV; type a share from 0 to 1 (the default is 0.2)")
         if self.inner.sinks_in_place:
             raise UserError(
                 f"AdaKV with {self.inner.name}: heads that have evicted differently have no common "
@@ -60,12 +67,33 @@ class AdaKV(KeepRule):
         return self.inner.holds_budget
 
     def head_tokens(self, priority: Tensor, budget: int) -> Tensor:
+        return self._blended(priority, budget) if self.allocation == "blend" else self._with_floor(priority, budget)
+
+    def _blended(self, priority: Tensor, budget: int) -> Tensor:
+        """Each head's protected tokens, and a blend of its share of the best others and of an equal share."""
+        heads = priority.shape[1]
+        protected = (priority == KEEP).sum(-1)  # [B, Hkv]
+        picks = heads * budget - protected.sum(-1, keepdim=True)  # [B, 1], over all heads
+        count = self._best_over_heads(priority, heads * budget) - protected
+        wanted = (1 - self.floor) * count + self.floor * picks / heads
+        whole_part = wanted.floor()
+        order = (wanted - whole_part).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return protected + (whole_part + (order < picks - whole_part.sum(-1, keepdim=True))).long()
+
+    def _best_over_heads(self, priority: Tensor, total: int) -> Tensor:
+        """How many of a layer's `total` best tokens each head has: int64 [B, Hkv]."""
         batch, heads, prompt = priority.shape
+        order = priority.transpose(1, 2).flatten(1).sort(dim=-1, stable=True).indices  # by position, then by head
+        best = order[:, heads * prompt - total :] % heads
+        return torch.zeros(batch, heads, dtype=torch.int64, device=priority.device).scatter_add_(
+            1, best, torch.ones_like(best)
+        )
+
+    def _with_floor(self, priority: Tensor, budget: int) -> Tensor:
+        batch, heads, _ = priority.shape
         own = torch.full((batch, heads), int(Fraction(str(self.floor)) * budget), device=priority.device)
         with_floor = priority.masked_fill(keep_best_of_heads(priority, own), KEEP)
-        order = with_floor.transpose(1, 2).flatten(1).sort(dim=-1, stable=True).indices  # by position, then by head
-        best = order[:, heads * (prompt - budget) :] % heads
-        return torch.zeros_like(own).scatter_add_(1, best, torch.ones_like(best))
+        return self._best_over_heads(with_floor, heads * budget)
 
     def layer_tokens(self, prompt: int, layer: int, n_layers: int) -> int | None:
         return self.inner.layer_tokens(prompt, layer, n_layers)

@@ -18,11 +18,12 @@ class H2O(KeepRule):
     Each KV head keeps the `recent` newest tokens, and the tokens with the largest attention mass received so far
     (heavy hitters) with the rest of the budget. `recent` is half the budget unless given. The mass is summed in
     float32 over all prefill queries and then over each decode step; a kept token keeps its sum. The query heads of a
-    KV head are summed (`combine`: or their mean, or their maximum).
+    KV head are summed. With combine="max" the largest head's probability is summed instead; KVCache-Factory takes the
+    largest head's sum, which is another order.
     """
 
     recent: int | None = whole(None, least=1, knob="window", protects="last")
-    combine: Combine = choice("sum", "mean", "max", knob="variant")
+    combine: Combine = choice("sum", "max", knob="variant")
 
     reads_attention = True
     recent_half = True

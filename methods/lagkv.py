@@ -18,7 +18,8 @@ class LagKV(KeepRule):
     After `n_sink` sinks the prompt is cut into blocks of `block` tokens. A block's keys are normalised per channel by
     the minimum and maximum of the next block's keys. The standard deviation over channels goes through a softmax over
     the block. The same is done for values, and the mean of both ranks the block's tokens. The score is the rank within
-    the block. The sinks, the last block and the tokens after it always stay. Decode appends.
+    the block. The sinks, the last block and the tokens after it always stay. Decode appends. Defaults are those of
+    kvpress; the authors' repository has 16 sinks and blocks of 1,024.
     """
 
     n_sink: int = whole(4, least=0, knob="sinks")

@@ -12,7 +12,8 @@ class Pyramid(SnapKV):
 
     With B the budget, w the protected tokens (the window), L layers: hi = 2 (B - w) - (B - w) / beta, at most T - w,
     and lo = 2 (B - w) - hi; layer l keeps w + round(hi - l (hi - lo) / (L - 1)). The mean over layers is B; with one
-    layer, that layer keeps B.
+    layer, that layer keeps B. The authors' repository differs: its window is 8, integer division gives it 266 tokens
+    where 256 are asked for, and below T = 2 (B - w) it gives all layers the same.
     """
 
     beta: int = whole(20, least=1)

@@ -9,7 +9,7 @@ from torch.nn.functional import max_pool1d
 from kvbench.cache.observe import LastQueries, Observation
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import Decode, KeepRule
-from kvbench.cache.rule_settings import whole
+from kvbench.cache.rule_settings import choice, whole
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,15 @@ class SnapKV(KeepRule):
 
     The score is the probability of a token for the last `window` queries (the observation window), summed over these
     queries, averaged over the query heads of a KV head, and max-pooled over `pool` neighbouring tokens. The window and
-    the best (budget - window) tokens stay. Decode appends as in the paper; with decode="evict" it holds the budget by
+    the best (budget - window) tokens stay. Pooling gives the neighbours of a peak the peak's own score: of equal scores
+    the older token goes first, or with ties="unpooled" the one of the lower score before pooling, so that a peak never
+    goes before its neighbours. Decode appends as in the paper; with decode="evict" it holds the budget by
     the attention accumulated since the end of the prompt.
     """
 
     window: int = whole(32, least=1, protects="last")
     pool: int = whole(7, least=1, odd=True)
+    ties: str = choice("older", "unpooled")
     decode: Decode = "append"
 
     reads_attention = True
@@ -38,6 +41,9 @@ class SnapKV(KeepRule):
         if before.shape[-1] == 0:
             return seen
         pooled = max_pool1d(before, self.pool, stride=1, padding=self.pool // 2)  # pads with -inf: not counted
+        if self.ties == "unpooled":
+            # Less than the distance between two float32 numbers: only equal pooled scores change their order.
+            pooled, seen = pooled.double() + before.double() * 2**-26, seen.double()
         return torch.cat([pooled, seen[..., before.shape[-1] :]], dim=-1)
 
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ def build_cache(
         for device in {layer.device for layer in record.layers}
     }
     started = clock(record.ids.device)
+    method = replace(method, rule=method.rule.of_prompt(record))
     planned = layer_plans(model, method, record, kernels)
     layers = [
         build_layer(layer, replace(plan, max_new_tokens=max_new_tokens, step=max_step)) for layer, plan in planned

@@ -36,10 +36,11 @@ START = 0.618
 
 
 def calibrate(method: Method, loaded: LoadedModel) -> Method:
-    """The method with a store that is calibrated for the model; unchanged where its store needs no calibration.
+    """The method with what it needs of the model: a calibrated store, and a rule that knows the tokenizer.
 
     Raises UserError where the essays are not on this machine, or the model's rotary embedding cannot be taken off keys.
     """
+    method = replace(method, rule=method.rule.for_tokenizer(loaded.tokenizer))
     if not method.store.calibrates:
         return method
     if loaded.mla not in (None, "expand"):

@@ -13,6 +13,7 @@ from kvbench.cache.mla import latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
 from kvbench.cache.output_norms import OutputNorms, output_norms
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
+from kvbench.cache.replay import ReplayAttention, replay
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.state import StateLayer, empty_states
@@ -42,11 +43,12 @@ def prefill(
     """
     check_prompt(model, ids)
     wanted = [observation for rule in rules for observation in rule.observations()]
-    attended = [observation for observation in wanted if not (observation.of_future or observation.of_weights)]
-    record = _prefill(model, ids, attended, on_host)
-    for norms in dict.fromkeys(wanted):
-        if isinstance(norms, OutputNorms):
-            _add_norms(model, record, norms)
+    record = _prefill(model, ids, [observation for observation in wanted if observation.from_prompt], on_host)
+    for observation in dict.fromkeys(wanted):
+        if isinstance(observation, OutputNorms):
+            _add_norms(model, record, observation)
+        if isinstance(observation, ReplayAttention):
+            _add_replay(model, record, observation)
     ahead = [observation for observation in dict.fromkeys(wanted) if isinstance(observation, FutureAttention)]
     if ahead:
         _look_ahead(model, record, ahead, future)
@@ -81,6 +83,15 @@ def _add_norms(model: PreTrainedModel, record: PrefillRecord, norms: OutputNorms
         if layer.scoring.window is None:
             layer.observed[norms] = output_norms(model, layer.at_home(), norms.order).to(layer.key.device)
     record.observe_ms[norms] = 1e3 * (clock(record.ids.device) - started)
+
+
+def _add_replay(model: PreTrainedModel, record: PrefillRecord, wanted: ReplayAttention) -> None:
+    """Add what each token receives while the model repeats the prompt."""
+    started = clock(record.ids.device)
+    for layer, seen in zip(record.layers, replay(model, record, wanted), strict=True):
+        if seen is not None:
+            layer.observed[wanted] = seen.to(layer.key.device)
+    record.observe_ms[wanted] = 1e3 * (clock(record.ids.device) - started)
 
 
 def _look_ahead(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvbench.cache.rule_settings import is_whole as is_whole
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.cache.record import LayerRecord
+    from kvbench.cache.record import LayerRecord, PrefillRecord
 
 EMPTY = -1
 """`position` of a slot that holds no token."""
@@ -191,6 +191,14 @@ class KeepRule:
         priority: [B, Hkv, T] with T > budget.
         """
         return None
+
+    def for_tokenizer(self, tokenizer: Any) -> "KeepRule":
+        """The rule for a model with this tokenizer (None: it has none): itself, unless it feeds words of its own."""
+        return self
+
+    def of_prompt(self, record: "PrefillRecord") -> "KeepRule":
+        """The rule as it decides for one batch of prompts: itself, unless layers decide together."""
+        return self
 
     def of_layer(self, record: "LayerRecord") -> "KeepRule":
         """The rule as it decides in one layer of a prompt: itself, unless it needs more of the record than scores."""

@@ -122,7 +122,6 @@ CASES = {
     "int4": per_token(4),
     "int2": per_token(2),
     "h2o-sum": evicting(H2O(budget=40), slow.h2o_keeps(), combine="sum"),
-    "h2o-mean": evicting(H2O(budget=41, combine="mean"), slow.h2o_keeps(), combine="mean"),
     "h2o-max": evicting(H2O(budget=40, recent=9, combine="max"), slow.h2o_keeps(9), combine="max"),
     "h2o-int4": evicting(H2O(budget=40), slow.h2o_keeps(), bits=4, combine="sum"),
     "streaming_llm": evicting(StreamingLLM(budget=40), slow.streaming_keeps(4), in_cache=True),

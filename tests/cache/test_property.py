@@ -55,7 +55,7 @@ SMALL = {
     "recent": (None, 1, 3),
     "beta": (5, 20),
     "seed": (0, 7),
-    "combine": ("sum", "mean", "max"),
+    "combine": ("sum", "max"),
     "variant": ("in_cache", "absolute"),
     "weigh": ("attention", "output"),
     "chunk": (1, 4, 9),

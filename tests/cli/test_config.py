@@ -172,7 +172,7 @@ def test_a_budget_that_nothing_reads_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        ("method=h2o", ["budget=32", "window=4", "variant=mean", "store=int8"]),
+        ("method=h2o", ["budget=32", "window=4", "variant=max", "store=int8"]),
         ("method=streaming_llm", ["budget=32", "sinks=2", "variant=absolute", "store=int8"]),
         ("method=random", ["budget=32", "seed=1"]),
         ("method=kivi", ["bits=2", "k_bits=8", "v_bits=8", "group=16", "residual=64"]),

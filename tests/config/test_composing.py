@@ -18,7 +18,7 @@ from kvbench.sweep.plan import plan_sweep
 WORDS = [
     ["method=h2o", "budget=16"],
     ["method=h2o", "budget=0.25", "seed=3"],
-    ["budget=24", "method=h2o", "variant=mean"],
+    ["budget=24", "method=h2o", "variant=max"],
     ["method=kivi", "bits=2", "group=32", "budget=null"],
     ["store=int4", "bits=1e3"],
     ["budget=16", "budget=24"],

@@ -48,6 +48,25 @@ def slow_shares(worth: list[list[float]], budget: int, floor: float) -> list[set
     return stay
 
 
+@pytest.mark.parametrize("share", [0, 0.2, 0.35, 1])
+@pytest.mark.parametrize("budget", [5, 15, 19])
+def test_blended_shares_are_the_authors_up_to_rounding(budget: int, share: float) -> None:
+    """Their head budget, round(count (1 - a) + floor(a (B - w))) + w, and ours, whose sum is exact, are one apart."""
+    draw = torch.Generator().manual_seed(budget)
+    rule = AdaKV(budget, inner=KNorm(budget), floor=share, allocation="blend")
+    for _ in range(20):
+        worth = torch.rand(2, 3, 40, generator=draw) * torch.tensor([1.0, 2.0, 4.0]).view(1, 3, 1)
+        worth[:, :, -3:] = KEEP
+        found = rule.head_tokens(worth, budget)
+        assert (found.sum(-1) == 3 * budget).all()
+        for b in range(2):
+            others = sorted(((w, h) for h in range(3) for w in worth[b, h, :-3].tolist()), reverse=True)
+            top = [head for _, head in others[: 3 * (budget - 3)]]
+            for head in range(3):
+                theirs = round(top.count(head) * (1 - share) + math.floor(share * (budget - 3))) + 3
+                assert abs(int(found[b, head]) - theirs) <= 1
+
+
 @pytest.mark.parametrize("floor", [0, 0.2, 0.35, 1])
 @pytest.mark.parametrize("budget", [5, 15, 19])
 def test_shares_of_the_heads(budget: int, floor: float) -> None:

@@ -24,3 +24,8 @@ def test_knorm_keeps_small_keys_and_the_newest_also_during_decode():
             scores = {j: -float(key[b, kv, j].norm()) for j in mine} | {t: math.inf}
             kept[b, kv] = best(scores, budget)
         feed(layer, query, key, value, t, t + 1)
+
+
+def test_first_layers_that_are_skipped_keep_every_token() -> None:
+    rule = KNorm(budget=12, skip_layers=2)
+    assert [rule.layer_tokens(40, layer, 4) for layer in range(4)] == [None, None, 12, 12]

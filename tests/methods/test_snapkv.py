@@ -74,3 +74,25 @@ def test_picks_then_appends_on_every_store(store):
     assert layer.kept == 40 + 60
     kept = layer.kept_positions()[0, 0].tolist()
     assert kept == snap_pick(query[:, :, :start], key[:, :, :start], 0, 0, 8, 7, 40) + list(range(start, 120))
+
+
+def test_ties_on_a_plateau_go_by_the_score_before_pooling():
+    """With a budget that cuts a plateau, the peak itself stays; without, the plateau's newest tokens stay."""
+    peaks = 0
+    for seed in range(10):
+        query, key, value = draw(70, seed)
+        for budget in range(9, 30):
+            kept = {}
+            for ties in ("older", "unpooled"):
+                layer = layer_of(SnapKV(budget=budget, window=8, ties=ties), query, key, value)
+                kept[ties] = layer.kept_positions()
+            for b in range(B):
+                for kv in range(HKV):
+                    sums = window_sums(query, key, b, kv, 8)
+                    pooled = {j: max(sums[i] for i in range(62) if abs(i - j) <= 3) for j in range(62)}
+                    order = sorted(pooled, key=lambda j: (round(pooled[j], 5), round(sums[j], 5)))
+                    expected = sorted(order[62 - (budget - 8) :])
+                    assert kept["unpooled"][b, kv, : budget - 8].tolist() == expected
+                    peaks += kept["older"][b, kv].tolist() != kept["unpooled"][b, kv].tolist()
+        break
+    assert peaks > 0

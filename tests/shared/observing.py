@@ -27,6 +27,6 @@ def _observed(one: Observation, query: Tensor, key: Tensor, scoring: Scoring, ro
     generator = torch.Generator().manual_seed(tokens)
     if one.of_future:
         return torch.rand(batch, kv_heads, tokens + TOKENS_AFTER, generator=generator)
-    if one.of_weights:
+    if one.of_weights or one.of_replay:
         return torch.rand(batch, kv_heads, query.shape[1] // kv_heads, tokens, generator=generator)
     return one.compute(query, key, scoring, rotation)

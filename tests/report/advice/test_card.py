@@ -51,7 +51,7 @@ def test_what_to_run_can_be_typed_for_every_need_and_model(model: str) -> None:
     "rows",
     [
         cache("full", 10, 0.001, **OTHER),
-        cache("h2o", 10, 0.001, store="int4", budget=256.0, variant="mean", knobs='{"decode": "append", "odd": 1}'),
+        cache("h2o", 10, 0.001, store="int4", budget=256.0, variant="max", knobs='{"decode": "append", "odd": 1}'),
         cache("streaming_llm", 10, 0.001, budget=0.25, sinks=0),
         cache("kivi4", 10, 0.001, store="kivi4", bits=4, k_bits=4, v_bits=4, group=32),
     ],

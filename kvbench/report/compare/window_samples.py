@@ -25,6 +25,7 @@ class WindowSample:
     row: Row
     window: str  # hash of its tokens: the same for the same text in every run
     difference: float  # NLL above the full cache's, nats a token
+    kl: float | None = None  # from the full cache to the method, nats a token
 
 
 WindowKey = tuple[Any, ...]
@@ -81,12 +82,20 @@ def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[
         return []
     methods = record.get("methods")
     entries = [entry for entry in methods if _is_entry(entry)] if isinstance(methods, list) else []
-    scored = [(_row(entry, record, setting), float(entry["nll"])) for entry in entries if _finite(entry.get("nll"))]
-    base = next((nll for row, nll in scored if is_baseline(row)), None)
+    scored = [(_row(entry, record, setting), entry) for entry in entries if _finite(entry.get("nll"))]
+    base = next((float(entry["nll"]) for row, entry in scored if is_baseline(row)), None)
     if base is None:
         return []
     window = str(record.get("sha256"))
-    return [WindowSample(row, window, nll - base) for row, nll in scored if not is_baseline(row)]
+    return [
+        WindowSample(row, window, float(entry["nll"]) - base, _number(entry.get("kl")))
+        for row, entry in scored
+        if not is_baseline(row)
+    ]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _finite(value) else None
 
 
 def _is_entry(entry: Any) -> bool:

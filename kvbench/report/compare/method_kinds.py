@@ -20,6 +20,7 @@ REFERENCES = ("full", "recompute", "random", "hindsight")
 """Methods that bound the others: the full cache, no cache, the floor and the ceiling of keep rules."""
 SEES_FUTURE = "sees_future"
 """Flag of rows whose method reads tokens that a real decoder does not have yet."""
+FUTURE = "sees the future"
 STOCK = "hf_"
 """Begins the names of caches that come with transformers."""
 BUDGET = KNOBS.index("budget")
@@ -28,6 +29,11 @@ BUDGET = KNOBS.index("budget")
 def sees_future(row: Row) -> bool:
     """The method reads tokens that come after those it compresses, so it cannot be used outside an experiment."""
     return SEES_FUTURE in (row.flags or "").split() or (row.method or "").startswith("hindsight")
+
+
+def marked(label: str, row: Row) -> str:
+    """The label of a method; with a warning where the method sees the future."""
+    return f"{label} ({FUTURE})" if sees_future(row) else label
 
 
 def family_of(row: Row) -> str:

@@ -77,8 +77,8 @@ class FigureKind:
 
 
 HOW_TO_READ = (
-    "better to the lower right. One colour for each family; thin line: budgets of one method; grey steps: Pareto front; "
-    "hollow: sees the future; vertical lines: 95% interval over windows, where samples were recorded"
+    "better to the lower right. One colour for each family; thin line: budgets of one method; grey steps: Pareto "
+    "front; hollow: sees the future; vertical lines: 95% interval over windows, where samples were recorded"
 )
 FIGURES = (
     FigureKind(

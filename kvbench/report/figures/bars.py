@@ -62,7 +62,7 @@ def speed_bars(rows: Sequence[Row]) -> Plot | None:
             _number(axes, values[drawn.label], y, f"{values[drawn.label]:.0f}%")
         axes.axvline(100, color=INK, linewidth=0.7)
         _finish(axes, f"tokens a second, % of the full cache in the same run, {_context_of(members)}")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.6g}%")
         says.append(_said(title, f"speed at {_context_of(members)}", values, lambda value: f"{value:.0f}%"))
     _families_below(figure, panels)
     return Plot(figure, " ".join(says))
@@ -82,7 +82,7 @@ def _speed(line: Line, lines: Sequence[Line]) -> float | None:
 def bandwidth_bars(rows: Sequence[Row]) -> Plot | None:
     """Share of the memory bandwidth that a step reaches, at the longest context of each setting; None without rows."""
     lines = lines_of(rows, "latency")
-    panels = _panels(lines, {id(line) for line in lines if line.value(BANDWIDTH) is not None})
+    panels = _panels(lines, {id(line) for line in lines if (line.value(BANDWIDTH) or 0) > 0})
     if not panels:
         return None
     figure, axes_list = _figure_of(panels)
@@ -94,7 +94,7 @@ def bandwidth_bars(rows: Sequence[Row]) -> Plot | None:
             axes.barh(y, 100 * shares[drawn.label], height=0.62, **bar_of(drawn.line.row))
             _number(axes, 100 * shares[drawn.label], y, number_text.percent(shares[drawn.label]))
         _finish(axes, f"share of the memory's bandwidth, {_context_of(members)}")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.6g}%")
         says.append(_said(title, "share of the memory's bandwidth", shares, number_text.percent))
     _families_below(figure, panels)
     return Plot(figure, " ".join(says))
@@ -198,7 +198,7 @@ def _number(axes: Axes, x: float, y: float, text: str) -> None:
 
 def _finish(axes: Axes, label: str) -> None:
     axes.margins(x=0.1)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0, right=axes.get_xlim()[1] or 1)
     axes.set_xlabel(label, loc="right", fontsize=8)
 
 

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from kvbench.report.compare.comparison import COMPARED, Line, config_of, layout_of
-from kvbench.report.compare.names import display_name, heads_text, labels, short_model
+from kvbench.report.compare.method_kinds import marked
+from kvbench.report.compare.names import heads_text, labels, short_model
 from kvbench.report.figures.style import RC, WIDTH
 from kvbench.results.row import Row
 
@@ -48,11 +49,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A line with the label and the display name it is drawn under."""
+    """A line with the label that it is drawn under."""
 
     line: Line
     label: str
-    name: str
 
 
 def grouped(
@@ -77,7 +77,7 @@ def grouped(
     for title, members in groups.items():
         fine = [name for name in FINE if _differs(name, members)]
         result[title] = [
-            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line.row)]), display_name(line.row))
+            Drawn(line, marked(" ".join([names[config_of(line.row)], *_words(fine, line.row)]), line.row))
             for line in members
         ]
     return result

@@ -56,7 +56,7 @@ class LossAxis:
                 ticks = [step * 10.0**power for power in range(first - 1, last + 1) for step in (1, 2, 5)]
         else:
             axes.set_yscale("symlog", linthresh=MARGIN, linscale=0.6)
-            ticks = [-1.0, -0.1, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 10, 100, 1000, 10000]
+            ticks = _symlog_ticks(self.bottom, self.top)
             axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
             axes.axhspan(0, MARGIN, color="#EEF3EE", zorder=0, linewidth=0)
         axes.set_ylim(self.bottom, self.top)
@@ -82,6 +82,15 @@ def loss_axis(better: str, values: Sequence[tuple[float, float, float]], *, loga
     top = HOPELESS if clips else max(largest * 1.3, 1.5 * MARGIN)
     lowest = min(min(middle) * 1.3, max(min(ends) * 1.1, LOWEST_DIFFERENCE))
     return LossAxis("symlog", min(-0.3 * MARGIN, lowest), top, clips)
+
+
+def _symlog_ticks(bottom: float, top: float) -> list[float]:
+    """Zero, decades from the margin on, and between them 2 and 5 where few decades are drawn."""
+    steps = (1, 2, 5) if top <= 1 else (1,)
+    decades = range(round(math.log10(MARGIN)), math.ceil(math.log10(max(top, -bottom))) + 1)
+    stride = math.ceil(len(decades) / 7)
+    above = [step * 10.0**power for power in decades[::stride] for step in steps]
+    return [*(-(10.0**power) for power in decades[::stride]), 0.0, *above]
 
 
 def _share_ticks(bottom: float) -> list[float]:

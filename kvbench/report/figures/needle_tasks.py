@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Line, config_of, layout_of, lines_of
+from kvbench.report.compare.method_kinds import marked
 from kvbench.report.compare.names import labels
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.figures import layout
@@ -37,7 +38,7 @@ def needle_tasks(rows: Sequence[Row]) -> Plot | None:
     for line in lines:
         hits = total(hits_of(line).values())
         if hits is not None:
-            found.setdefault(names[config_of(line.row)], {})[_task(line)] = hits
+            found.setdefault(marked(names[config_of(line.row)], line.row), {})[_task(line)] = hits
     shown = dict(list(found.items())[:MOST_METHODS])
     base = next((names[config_of(line.row)] for line in lines if line.baseline), None)
     figure, axes = plt.subplots(figsize=(WIDTH, 1.5 + 0.17 * len(shown)))
@@ -45,7 +46,7 @@ def needle_tasks(rows: Sequence[Row]) -> Plot | None:
     questions = len({question for _, question in tasks}) > 1
     names_of_tasks = [_name(task, questions=questions) for task in tasks]
     axes.set_xticks(range(len(tasks)), names_of_tasks, rotation=40, ha="right", rotation_mode="anchor", fontsize=7)
-    axes.set_yticks(range(len(shown)), [layout.shortened(name, 32) for name in shown], fontsize=7)
+    axes.set_yticks(range(len(shown)), [layout.shortened(name, 40) for name in shown], fontsize=7)
     more = f" {len(shown)} of {len(found)} methods are drawn." if len(found) > len(shown) else ""
     says = f"{len(tasks)} tasks, needles found over all: {_said(found, base)}.{more}"
     return Plot(titled(figure, lines[0].row, [line.row for line in every], "question", "context"), says)
@@ -82,6 +83,10 @@ def _map(
                 box = {"facecolor": GREY, "edgecolor": "none", "pad": 0.4} if bad else None
                 text = f"{100 * own[task].rate:.0f}"
                 axes.text(x, y, text, ha="center", va="center", fontsize=6, color=ink, bbox=box)
+    for x in range(1, len(tasks)):
+        axes.axvline(x - 0.5, color="white", linewidth=1)
+    for y in range(1, len(found)):
+        axes.axhline(y - 0.5, color="white", linewidth=1)
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

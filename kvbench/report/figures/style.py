@@ -12,7 +12,7 @@ COLOURS = {
     "score": "#C03A00",
     "position": "#117733",
     "mixed": "#7D2A8F",
-    "other": "#806000",
+    "other": "#4A2000",
     "reference": "#5F5F5F",
 }
 """By family. Each has a contrast of at least 4.5 to white, and they stay apart without red or green."""
@@ -53,9 +53,9 @@ def colour_of(row: Row) -> str:
 
 def mark_of(row: Row) -> dict[str, Any]:
     """Keyword arguments for `Axes.plot` that draw a method's mark: hollow where the method sees the future."""
-    colour = colour_of(row)
-    face = "white" if sees_future(row) else colour
-    look = {"marker": MARKERS[family_of(row)], "color": colour, "markerfacecolor": face}
+    colour, future = colour_of(row), sees_future(row)
+    marker = "o" if future else MARKERS[family_of(row)]  # a hollow cross looks filled
+    look = {"marker": marker, "color": colour, "markerfacecolor": "white" if future else colour}
     return look | {"markeredgecolor": colour, "markeredgewidth": 1.2}
 
 

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import is_baseline
-from kvbench.report.compare.method_kinds import FAMILIES, family_of, sees_future, series_of
+from kvbench.report.compare.method_kinds import FAMILIES, family_of, marked, sees_future, series_of
 from kvbench.report.compare.methods import Group, MethodNumbers, group_name, groups_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.sixteen_bit import DERIVED, times_sixteen_bit
@@ -26,7 +26,6 @@ from kvbench.report.figures.style import FAINT, colour_of, mark_of
 from kvbench.results.row import Row
 
 MOST_GROUPS = 4
-FUTURE = "sees the future"
 CLIPPED_SIZE = 7.5
 """Font size of the names of clipped methods."""
 NO_BREAK = "\u00a0"
@@ -64,7 +63,7 @@ class TradeOff:
 
     @property
     def name(self) -> str:
-        return f"{self.label} ({FUTURE})" if sees_future(self.quality) else self.label
+        return marked(self.label, self.quality)
 
 
 def trade_offs(group: Group, metric: Metric, intervals: WindowIntervals = NO_INTERVALS) -> list[TradeOff]:
@@ -253,5 +252,7 @@ def _said(title: str, points: Sequence[TradeOff], beyond: Sequence[TradeOff], me
     named = ", ".join(f"{point.name} {metric.form(point.value)} at {point.smaller:.3g}x" for point in front[:8])
     where = f"{title}: " if title else ""
     unit = " in nats" if metric.better == "low" else ""
-    text = f"{where}{len(points)} settings; on the front{unit}, smallest cache first: {named}." if front else ""
+    text = f"{where}{len(points)} settings; on the front{unit}, smallest cache first: {named}."
+    if not front:
+        text = f"{where}{len(points)} settings, none but the full cache on the front."
     return text + (f" Beyond {axis.top:g} nats: {_listed(beyond, metric)}." if beyond else "")

@@ -95,11 +95,13 @@ def _tables(tables: Sequence[Table]) -> list[str]:
 
 
 def _figures(figures: Sequence[DrawnFigure]) -> str:
-    images = [
-        f"### {figure.title}\n\n![{_alt(figure.alt)}]({figure.file})\n\n*{figure.caption}.* [pdf]({figure.file.removesuffix('.png')}.pdf)"
-        for figure in figures
-    ]
-    return "\n\n".join(images)
+    return "\n\n".join(_figure(figure) for figure in figures)
+
+
+def _figure(figure: DrawnFigure) -> str:
+    paper = f"{figure.file.removesuffix('.png')}.pdf"
+    image = f"![{_alt(figure.alt)}]({figure.file})"
+    return f"### {figure.title}\n\n{image}\n\n*{figure.caption}.* [pdf]({paper})"
 
 
 def _alt(text: str) -> str:

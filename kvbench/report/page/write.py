@@ -1,4 +1,4 @@
-"""Writes the report folder: report.html, details.html, both as Markdown, figures, and tables as CSV, Parquet, Markdown and LaTeX."""
+"""Writes the report folder: two pages (HTML, Markdown), figures, and tables as CSV, Parquet, Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_LINES = 40
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
-    """Write report.html, details.html, both as .md, the tables and the figures into `out`; returns the path of report.html.
+    """Write both pages, the tables and the figures into `out`; returns the path of report.html.
 
     Runs that failed or are still going are reported as they stand, with warnings; damaged files are skipped, and a
     warning says how many rows are lost. Raises UserError if the paths hold no run folder.

@@ -42,7 +42,7 @@ NO_BOS = "type data.bos=none to leave them out"
 
 def check_measures_fit(measures: Sequence[Measure], target: Target) -> None:
     """Raise UserError where a measure needs more text, positions or words than there are, or counts a sample twice."""
-    tokens, limit = len(target.tokens), target.shape.max_positions
+    tokens, limit = min(target.lengths), target.shape.max_positions
     for measure in measures:
         if measure.needs_words and target.spec.random:
             raise UserError(
@@ -55,21 +55,26 @@ def check_measures_fit(measures: Sequence[Measure], target: Target) -> None:
         if min(measure.prompts(), default=needed) < len(target.bos):
             raise UserError(f"{key}: a prompt is shorter than the {len(target.bos)} tokens that begin a text; {NO_BOS}")
         if needed > tokens:
-            raise UserError(
-                f"{key} needs {needed} tokens and data={target.text.name} has {tokens}; type a smaller {key}"
-            )
+            raise UserError(f"{key} needs {needed} tokens and {_shortest(target)} {tokens}; type a smaller {key}")
         if limit is not None and needed > limit and not measure.may_exceed_positions():
             raise UserError(f"{key} needs {needed} positions and {target.spec.name} has {limit}; type a smaller {key}")
         for prompt in measure.prompts():
             fed = needed - max(measure.prompts())
             refuse_crossing(target.shape.frequency_change, target.spec.name, prompt, fed)
     for measure in measures:
-        if (limits := measure.sample_limit(tokens)) is not None and limits[1] > limits[2]:
+        if (limits := measure.sample_limit(target.lengths)) is not None and limits[1] > limits[2]:
             key, asked, most = limits
             raise UserError(
-                f"{key}={asked} would count some of the {tokens} tokens of data={target.text.name} twice; "
+                f"{key}={asked} would count some of the {sum(target.lengths)} tokens of data={target.text.name} twice; "
                 f"type {key}={most} or fewer"
             )
+
+
+def _shortest(target: Target) -> str:
+    if len(target.stretches) == 1:
+        return f"data={target.text.name} has"
+    shortest = min(target.stretches, key=lambda stretch: stretch.length)
+    return f"{shortest.name}, the shortest text of data={target.text.name}, has"
 
 
 def check_methods(methods: Sequence[Method], measures: Sequence[Measure], shape: ModelShape) -> None:
@@ -79,6 +84,11 @@ def check_methods(methods: Sequence[Method], measures: Sequence[Measure], shape:
         method.check_combination(shape.mla)
         method.store.check(shape.head_dim, shape.value_dim)
         for measure in measures:
+            if method.rule.sees_future and measure.rates_quality and not measure.knows_future:
+                raise UserError(
+                    f"method={method.name} sees the future, and {measure.name} does not know the tokens to come; "
+                    f"leave {measure.name} out of measure=, or {method.name} out of the methods"
+                )
             measure.refuse(method)
         for prompt in sorted(prompts):
             method.rule.tokens(prompt)
@@ -87,12 +97,15 @@ def check_methods(methods: Sequence[Method], measures: Sequence[Measure], shape:
 def check_calibration_text(measures: Sequence[Measure], target: Target) -> None:
     """Raise UserError where the text to calibrate on is not here, or a measure scores some of it."""
     essays = load_text({"fetched": "essays"})
-    if target.text.fingerprint != essays.fingerprint:
-        return
-    for measure in measures:
-        if (limits := measure.sample_limit(len(target.tokens))) is not None:
-            key, asked, _ = limits
-            check_calibration(len(target.tokens), measure.scored_spans(len(target.tokens)), f"{key}={asked}")
+    for text, stretch in zip(target.text.each, target.stretches, strict=True):
+        if text.fingerprint != essays.fingerprint:
+            continue
+        for measure in measures:
+            if (limits := measure.sample_limit(target.lengths)) is not None:
+                key, asked, _ = limits
+                spans = measure.scored_spans(target.lengths)
+                here = [(first - stretch.start, stop - stretch.start) for first, stop in spans if first < stretch.stop]
+                check_calibration(stretch.length, here, f"{key}={asked}")
 
 
 def small_prompts(methods: Mapping[str, Method], measures: Sequence[Measure]) -> Iterator[str]:

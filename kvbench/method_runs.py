@@ -15,7 +15,7 @@ from kvbench.measures.context import MethodRun
 from kvbench.models.load import LoadedModel, tokenizer_hash
 from kvbench.progress import Progress
 from kvbench.results import provenance
-from kvbench.results.row import Row
+from kvbench.results.row import Row, with_flags
 from kvbench.texts.load import Text
 
 
@@ -42,7 +42,7 @@ def method_runs(
         repeat = repeats[method_config.label] = repeats.get(method_config.label, 0) + 1
         label = method_config.label if repeat == 1 else f"{method_config.label} #{repeat}"
         kernel = kernel_name(method, loaded, config.kernel, label, progress)
-        row, knobs = row_of(base, method_config, loaded, kernel)
+        row, knobs = row_of(base, method_config, loaded, kernel, method.rule.sees_future)
         runs.append(MethodRun(method, label, row, knobs))
     return runs
 
@@ -66,7 +66,9 @@ def base_row(loaded: LoadedModel, text: Text, seed: int, bos: tuple[int, ...]) -
     )
 
 
-def row_of(base: Row, config: MethodConfig, loaded: LoadedModel, kernel: str) -> tuple[Row, dict[str, Any]]:
+def row_of(
+    base: Row, config: MethodConfig, loaded: LoadedModel, kernel: str, sees_future: bool = False
+) -> tuple[Row, dict[str, Any]]:
     """The row that a method's numbers start from, and all its knobs."""
     knobs = {key: value for key, value in config.columns.items() if value is not None}
     # The column is the run's seed; a method of the list may have been given one of its own.
@@ -77,7 +79,7 @@ def row_of(base: Row, config: MethodConfig, loaded: LoadedModel, kernel: str) ->
     row = Row(
         **{**vars(base), "method": config.name, "store": config.store, "kernel": kernel, "knobs": others, **columns}
     )
-    return row, knobs | config.others
+    return (with_flags(row, "sees_future") if sees_future else row), knobs | config.others
 
 
 def kernel_name(method: Method, loaded: LoadedModel, wanted: str, label: str, progress: Progress) -> str:

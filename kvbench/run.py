@@ -37,7 +37,8 @@ from kvbench.results.row import Row, with_flags
 from kvbench.sweep.cells import Cell, Facts, cell_of, common_of, parts_of, with_key
 from kvbench.sweep.job import Work, measure
 from kvbench.sweep.plan import Job, measures_of, node_of
-from kvbench.texts.load import bos_tokens, data_spec, load_text, tokenize
+from kvbench.texts.load import data_spec, load_text
+from kvbench.texts.tokens import bos_tokens, stretches, tokenize
 
 
 def run(config: DictConfig, methods: list[MethodConfig], job: Job) -> int:
@@ -70,7 +71,8 @@ def target_of(config: DictConfig) -> Target:
     shape, tokenizer = describe(spec), load_tokenizer(spec)
     tokens = tokenize(text, tokenizer, shape.vocab_size)
     bos = bos_tokens(data_spec(node_of(config, "data")).bos, tokenizer)
-    return Target(spec, shape, text, tokens, tokenizer, bos, config.seed)
+    parts = stretches(text, tokenizer, shape.vocab_size)
+    return Target(spec, shape, text, tokens, parts, tokenizer, bos, config.seed)
 
 
 def check(measures: list[Measure], methods: list[Method], target: Target, kernel: str) -> None:
@@ -121,6 +123,7 @@ def load(
         loaded=loaded,
         methods=[replace(one, row=passed(one.row)) for one in runs],
         tokens=target.tokens,
+        stretches=target.stretches,
         progress=progress,
         kernel=config.kernel,
         save_tokens=config.save_tokens,

@@ -11,12 +11,15 @@ from kvbench.cache.rule_settings import whole
 
 @dataclass(frozen=True)
 class Random(KeepRule):
-    """Keeps the newest tokens with half the budget, as H2O does, and a uniform sample of the others.
+    """Keeps the first `n_sink` tokens, the `recent` newest ones, and a uniform sample of the others.
 
-    A token's priority is a hash of (seed, layer, head, position), so it never changes. The newest tokens are protected
-    because language models need them more than any other: without them random eviction is far worse than any rule.
+    `recent` is half the budget after the sinks unless given. A token's priority is a hash of (seed, layer, head,
+    position), so it never changes. Sinks and newest tokens are protected because most rules keep both: so the floor
+    shows what a rule's scores are worth, not what it gains by keeping sinks.
     """
 
+    n_sink: int = whole(4, least=0, knob="sinks", protects="first")
+    recent: int | None = whole(None, least=1, knob="window", protects="last")
     seed: int = whole(0, least=0)
 
     recent_half = True

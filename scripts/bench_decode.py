@@ -24,7 +24,8 @@ from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
 from kvbench.cache.record import PrefillRecord
 from kvbench.results.provenance import cpu_name
-from kvbench.texts.load import load_text, tokenize
+from kvbench.texts.load import load_text
+from kvbench.texts.tokens import tokenize
 
 TURN = 8
 

@@ -33,6 +33,7 @@ from kvbench.measures.target import Target
 from kvbench.progress import Progress
 from kvbench.results.loading import find_runs, load
 from kvbench.results.run_files import read_status
+from kvbench.texts.tokens import Stretch
 from tests.shared.paths import ROOT
 from tests.shared.text import light, methods
 
@@ -261,7 +262,8 @@ def refusal(measure: Measure, tokens: int, positions: int | None = None) -> str 
     text: Any = type("Text", (), {"name": "t"})
     spec: Any = type("Spec", (), {"name": "m", "random": {}})
     try:
-        check_measures_fit([measure], Target(spec, shape(positions), text, torch.zeros(tokens), None, (), 0))
+        target = Target(spec, shape(positions), text, torch.zeros(tokens), (Stretch("t", 0, tokens),), None, (), 0)
+        check_measures_fit([measure], target)
     except UserError as error:
         return str(error)
     return None

@@ -22,7 +22,8 @@ from kvbench.cache.prefill import prefill
 from kvbench.cache.rotary import KeyRotation, key_rotations
 from kvbench.errors import UserError
 from kvbench.offline import cache_folder
-from kvbench.texts.load import load_text, tokenize
+from kvbench.texts.load import load_text
+from kvbench.texts.tokens import tokenize
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel

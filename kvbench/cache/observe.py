@@ -16,6 +16,8 @@ class Observation:
 
     before_rotation: ClassVar[bool] = False
     """Whether it is computed from queries before their rotary embedding."""
+    of_future: ClassVar[bool] = False
+    """Whether it looks at tokens after the prompt: see `kvbench.cache.future`."""
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         """The quantity, from query [B, Hq, T, D] and key [B, Hkv, T, D] with their rotary embedding.

@@ -66,7 +66,7 @@ def plan_layer(
     fit the prompt.
     """
     window = record.scoring.window
-    rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
+    rule = method.rule.of_layer(record) if window is None else SlidingWindow(budget=max(1, window - 1))
     store = store_of(record, method, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])
     budget = rule.layer_tokens(record.key.shape[2], record.index if depth is None else depth, layers)

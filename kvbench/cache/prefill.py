@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.forward import check_prompt, forward, n_layers
+from kvbench.cache.future import Future, FutureAttention, MassByHead, future_attention
 from kvbench.cache.mla import latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
@@ -22,18 +23,32 @@ from kvbench.models.shape import layer_windows
 
 @torch.inference_mode()
 def prefill(
-    model: PreTrainedModel, ids: Tensor, rules: Iterable[KeepRule] = (), on_host: bool = False
+    model: PreTrainedModel,
+    ids: Tensor,
+    rules: Iterable[KeepRule] = (),
+    on_host: bool = False,
+    future: Future | None = None,
 ) -> PrefillRecord:
     """Run prompts once with exact attention and record what the rules ask for.
 
     Args:
         ids: int64 [B, T], prompts of one length, no padding.
         on_host: layer by layer the record goes to the host's memory, and comes back when a cache is built from it.
+        future: the tokens to come, for rules that see them. Without it such rules keep the newest tokens: enough for
+            bytes and times, which do not depend on which tokens are kept.
 
     Raises UserError for ids that are not such a batch of this model's tokens, and for families that cannot be recorded.
     """
     check_prompt(model, ids)
-    observations = [observation for rule in rules for observation in rule.observations()]
+    wanted = [observation for rule in rules for observation in rule.observations()]
+    record = _prefill(model, ids, [observation for observation in wanted if not observation.of_future], on_host)
+    ahead = [observation for observation in dict.fromkeys(wanted) if isinstance(observation, FutureAttention)]
+    if ahead:
+        _look_ahead(model, record, ahead, future)
+    return record
+
+
+def _prefill(model: PreTrainedModel, ids: Tensor, observations: list[Observation], on_host: bool) -> PrefillRecord:
     rotations = rotations_of(model, any(observation.before_rotation for observation in observations), BEFORE)
     states = empty_states(model.config)
     cache = record_cache(observations, rotations, latents_of(model), states, on_host)
@@ -52,6 +67,29 @@ def prefill(
         for observation, ms in layer.observe_ms.items():
             observe_ms[observation] = observe_ms.get(observation, 0.0) + ms
     return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms, states)
+
+
+def _look_ahead(
+    model: PreTrainedModel, record: PrefillRecord, ahead: list[FutureAttention], future: Future | None
+) -> None:
+    """Add to the record what its tokens receive from the future's queries, from a second prefill over both."""
+    started = clock(record.ids.device)
+    first = record.prompt_tokens if future is None else future.first_query
+    whole = None
+    if future is not None:
+        ids = torch.cat([record.ids, future.tokens], dim=1)
+        whole = _prefill(model, ids, [MassByHead(first)], record.layers[0].home is not None)
+    for i, layer in enumerate(record.layers):
+        if layer.scoring.window is not None:
+            continue
+        for observation in ahead:
+            if whole is None:
+                seen = layer.key.new_zeros(layer.key.shape[:3], dtype=torch.float32)
+            else:
+                seen = future_attention(model, whole.layers[i].at_home(), first, observation.output_weighted)
+            layer.observed[observation] = seen.to(layer.key.device)
+    elapsed_ms = 1e3 * (clock(record.ids.device) - started)
+    record.observe_ms.update(dict.fromkeys(ahead, elapsed_ms / len(ahead)))
 
 
 def check_model(model: PreTrainedModel, rule: KeepRule, store: Store | None = None) -> None:

@@ -69,6 +69,8 @@ class KeepRule:
     recent_half: ClassVar[bool] = False
     """Whether half of the budget after the protected first tokens goes to the newest tokens, unless a setting gives
     their number."""
+    sees_future: ClassVar[bool] = False
+    """Whether the rule knows the tokens to come: a bound for real rules, never a recommendation."""
     pick: ClassVar[str | None] = None
     """Name of the one evictable token that the smallest budget has room for; None: protected tokens suffice."""
 
@@ -189,6 +191,10 @@ class KeepRule:
         priority: [B, Hkv, T] with T > budget.
         """
         return None
+
+    def of_layer(self, record: "LayerRecord") -> "KeepRule":
+        """The rule as it decides in one layer of a prompt: itself, unless it needs more of the record than scores."""
+        return self
 
     def observations(self) -> tuple[Observation, ...]:
         """What the rule wants recorded during prefill."""

@@ -112,7 +112,8 @@ def trials(config: DictConfig, loaded: LoadedModel, subjects: list[Subject]) -> 
     Raises UserError where the text or the model's positions do not suffice.
     """
     from kvbench.check.identities import Trial
-    from kvbench.texts.load import load_text, tokenize
+    from kvbench.texts.load import load_text
+    from kvbench.texts.tokens import tokenize
 
     text = load_text(node_of(config, "data"))
     tokens = tokenize(text, loaded.tokenizer, loaded.vocab_size)

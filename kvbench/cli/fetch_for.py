@@ -81,6 +81,8 @@ def fetch_text(spec: DataSpec, node: Mapping[str, Any]) -> str:
     """Download a text; one line that says what it is."""
     if spec.random_tokens is not None:
         return f"{spec.name}: random tokens, nothing to fetch"
+    if spec.texts is not None:
+        return f"{spec.name}: {', '.join(str(fetch(name)) for name in spec.texts)}"
     if spec.fetched is not None and spec.id is None and spec.path is None:
         return f"{spec.name}: {fetch(spec.fetched)}"
     if spec.id is not None and spec.limit is not None:

@@ -82,6 +82,15 @@ def column_sums(query: Tensor, key: Tensor, scoring: Scoring, combine: Combine =
     return sums
 
 
+def sums_by_head(query: Tensor, key: Tensor, scoring: Scoring, first: int) -> Tensor:
+    """Attention mass that each token receives from the queries at `first` and after: float32 [B, Hkv, Hq/Hkv, T]."""
+    grouped = key.shape[1], query.shape[1] // key.shape[1]
+    sums = torch.zeros(key.shape[0], *grouped, key.shape[2], dtype=torch.float32, device=key.device)
+    for _, columns, probabilities in probability_blocks(query, key, scoring, first):
+        sums[..., columns] += probabilities.sum(-2).to(torch.float32)
+    return sums
+
+
 def last_queries(query: Tensor, key: Tensor, scoring: Scoring, count: int) -> Tensor:
     """Probabilities of the prompt's last `count` queries over all its keys, causal: float32 [B, Hkv, Hq/Hkv, w, T].
 

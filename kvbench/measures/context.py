@@ -20,6 +20,7 @@ from kvbench.models.load import LoadedModel
 from kvbench.progress import Progress
 from kvbench.results.kept_tokens import Kept
 from kvbench.results.row import Row
+from kvbench.texts.tokens import Stretch
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ class Journal:
 class RunContext:
     """The fixed facts of a run.
 
-    loaded: the model. methods: all of them, the full cache first. tokens: the text, int64 [N], without special tokens.
-    bos: the tokens that windows and prompts begin with. kernel: as `build_cache` takes it. spec: how a
-    subprocess can load the model; None: it cannot. prepared: by measure name, what `Measure.prepare` returned.
+    loaded: the model. methods: all of them, the full cache first. tokens: the text, int64 [N], without special tokens;
+    several texts one behind the other. stretches: where each text lies; empty: there is one. bos: the tokens that
+    windows and prompts begin with. kernel: as `build_cache` takes it. spec: how a subprocess can load the model; None:
+    it cannot. prepared: by measure name, what `Measure.prepare` returned.
     """
 
     loaded: LoadedModel
@@ -71,12 +73,23 @@ class RunContext:
     spec: ModelSpec | None = None
     bos: tuple[int, ...] = ()
     prepared: Mapping[str, Any] = field(default_factory=dict)
+    stretches: tuple[Stretch, ...] = ()
     journal: Journal = field(default_factory=Journal)
 
     @property
     def baseline(self) -> MethodRun:
         """The full cache."""
         return self.methods[0]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return [stretch.length for stretch in self.stretches] or [len(self.tokens)]
+
+    @property
+    def haystack(self) -> Tensor:
+        """The tokens of the first text: what retrieval prompts hide their needles in."""
+        return self.tokens[: self.lengths[0]]
 
     def window(self, start: int, length: int) -> Tensor:
         """`length` tokens of the text from `start` on, int64 [length].

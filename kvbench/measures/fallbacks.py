@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvbench.cache.build import build_cache, prefill
 from kvbench.cache.caches import AnyCache
+from kvbench.cache.future import Future
 from kvbench.cache.record import PrefillRecord
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.out_of_memory import with_fallback
@@ -55,8 +56,10 @@ def announce(context: RunContext, fallback: Fallback) -> None:
 class Prefills:
     """The records of one batch of prompts, ids [B, T]: shared by all methods as long as memory holds it."""
 
-    def __init__(self, context: RunContext, methods: Sequence[MethodRun], ids: Tensor) -> None:
-        self.context, self.methods, self.ids = context, methods, ids
+    def __init__(
+        self, context: RunContext, methods: Sequence[MethodRun], ids: Tensor, future: Future | None = None
+    ) -> None:
+        self.context, self.methods, self.ids, self.future = context, methods, ids, future
         self.fallbacks = fallbacks_for(ids.device, len(methods))
         self.current = self.fallbacks[0]
         self.shared: PrefillRecord | None = None
@@ -94,7 +97,7 @@ class Prefills:
 
     def _record(self, methods: Sequence[MethodRun], fallback: Fallback) -> PrefillRecord:
         rules = [method.method.rule for method in methods]
-        return prefill(self.context.loaded.model, self.ids, rules, fallback.on_host)
+        return prefill(self.context.loaded.model, self.ids, rules, fallback.on_host, self.future)
 
 
 def each_cache(
@@ -105,14 +108,16 @@ def each_cache(
     max_new_tokens: int,
     max_step: int,
     measure: str,
+    future: Future | None = None,
     **where: Any,
 ) -> None:
     """use(method, cache) for each method that has not failed, with its cache of the prompts ids [B, T].
 
     `use` may be called again for a method whose first cache ran out of memory: it hands over its result at its end.
-    max_new_tokens, max_step: as `build_cache` takes them. where: columns of the row that a failure leaves.
+    max_new_tokens, max_step: as `build_cache` takes them. future: the tokens to come, for rules that see them. where:
+    columns of the row that a failure leaves.
     """
-    prefills = Prefills(context, context.remaining(measure, **where), ids)
+    prefills = Prefills(context, context.remaining(measure, **where), ids, future)
     if prefills.methods:
         with context.guarded(prefills.methods, measure, **where):
             prefills.share()

@@ -50,6 +50,8 @@ class Measure:
         headlines: its main metrics, in the order of the table's columns.
         is_timed: results depend on the machine, so the resume key holds device, kernel and threads.
         compares_with_full: the full cache runs beside every method, also where its own cell is done.
+        rates_quality: refuses methods that see the future, unless `knows_future`.
+        knows_future: gives such methods the tokens to come.
         one_method_at_a_time: methods share no prefill; each is measured and written by itself.
         needs_words: refuses models with random weights, which have no tokenizer.
         draws: samples depend on the run's seed.
@@ -59,6 +61,8 @@ class Measure:
     headlines: ClassVar[Sequence[Headline]] = ()
     is_timed: ClassVar[bool] = False
     compares_with_full: ClassVar[bool] = True
+    rates_quality: ClassVar[bool] = True
+    knows_future: ClassVar[bool] = False
     one_method_at_a_time: ClassVar[bool] = False
     needs_words: ClassVar[bool] = False
     draws: ClassVar[bool] = False
@@ -98,10 +102,10 @@ class Measure:
         """The setting to name in an error, and the tokens of text and positions that the measure needs."""
         return f"{self.name}.context", self.size
 
-    def sample_limit(self, tokens: int) -> tuple[str, int, int] | None:
+    def sample_limit(self, lengths: Sequence[int]) -> tuple[str, int, int] | None:
         """The setting to name, the samples asked for, and the most that do not share scored tokens; None: no limit.
 
-        tokens: length of the text.
+        lengths: tokens of each text.
         """
         return None
 
@@ -109,9 +113,16 @@ class Measure:
         """Whether a text longer than the model's positions is measured with a note instead of refused."""
         return False
 
-    def scored_spans(self, tokens: int) -> list[tuple[int, int]]:
-        """First token and the one after the last of every scored stretch; calibration avoids them."""
+    def scored_spans(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """First token and the one after the last of every scored stretch; calibration avoids them.
+
+        lengths: tokens of each text; positions count through them all.
+        """
         return []
+
+    def beside(self, methods: Sequence[MethodRun], everyone: Sequence[MethodRun]) -> list[MethodRun]:
+        """Which of a run's methods must run beside the ones to measure, in the run's order: those may be among them."""
+        return [one for one in everyone if one.is_baseline and self.compares_with_full]
 
     def refuse(self, method: Method) -> None:
         """Raise UserError for a method that cannot be measured."""

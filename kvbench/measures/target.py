@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.models.checkpoint import ModelSpec
 from kvbench.models.shape import ModelShape
 from kvbench.texts.load import Text
+from kvbench.texts.tokens import Stretch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class Target:
     """Model and text of a run.
 
-    tokens: the text, int64 [N], without special tokens. bos: the tokens that windows and prompts begin with.
+    tokens: the text, int64 [N], without special tokens; several texts one behind the other. stretches: where each text
+    lies among them. bos: the tokens that windows and prompts begin with.
     tokenizer: None for random weights.
     """
 
@@ -25,6 +27,17 @@ class Target:
     shape: ModelShape
     text: Text
     tokens: Tensor
+    stretches: tuple[Stretch, ...]
     tokenizer: Any
     bos: tuple[int, ...]
     seed: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return [stretch.length for stretch in self.stretches]
+
+    @property
+    def haystack(self) -> Tensor:
+        """The tokens of the first text: what retrieval prompts hide their needles in."""
+        return self.tokens[: self.stretches[0].stop]

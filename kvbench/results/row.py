@@ -27,6 +27,7 @@ FLAGS = {
     "few_windows": "fewer than 10 windows: does not generalise to other text",
     "beyond_positions": "positions beyond those that the model was trained for",
     "not_finite": "logits were not finite",
+    "sees_future": "the method knows the tokens to come: a bound to compare with, not a method to use",
     "untrusted": "the full cache differs from the model's own forward",
 }
 """What a reader must know about a number before comparing it. Columns carry flags, notes are for people only."""

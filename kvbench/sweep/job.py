@@ -131,9 +131,9 @@ def _take(work: Work, folder: RunFolder, claims: Claims, part: Part, pairs: list
 def _measure(context: RunContext, folder: RunFolder, part: Part, taken: list[Pair], stops: Stops) -> None:
     """Run the part's measure for the taken cells and record rows, samples and what became of each cell."""
     started, journal = time.time(), Journal()
-    methods = [method for method, _ in taken]
-    if part.measure.compares_with_full and context.baseline not in methods:
-        methods.insert(0, context.baseline)
+    own = [method for method, _ in taken]
+    beside = part.measure.beside(own, context.methods)
+    methods = [method for method in context.methods if method in own or method in beside]
     rows: dict[tuple[Any, ...], list[Row]] = {}
     samples: list[dict[str, Any]] = []
     for result in part.measure.run(replace(context, methods=methods, journal=journal)):
@@ -143,8 +143,8 @@ def _measure(context: RunContext, folder: RunFolder, part: Part, taken: list[Pai
     finished = {"finished": time.time(), "seconds": (time.time() - started) / len(taken)}
     outcomes: Outcomes = {}
     for method, cell in taken:
-        own = [_noted(row, journal.fallbacks.get(method.label)) for row in rows.get(_knobs(method.row), [])]
-        outcomes[cell.id] = _outcome(method, _flagged(method, own), journal, finished)
+        mine = [_noted(row, journal.fallbacks.get(method.label)) for row in rows.get(_knobs(method.row), [])]
+        outcomes[cell.id] = _outcome(method, _flagged(method, mine), journal, finished)
     context.journal.tracebacks.extend(journal.tracebacks)
     with stops.held_back():
         if samples:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
-from kvbench.models.vocabulary import check_vocabulary, without_row
 from kvbench.offline import fetched_folder
-
-if TYPE_CHECKING:
-    import torch
 
 BOS_RULES = ("auto", "none", "first")
 DATASET_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -44,7 +39,8 @@ class DataSpec:
     name: str
     id: str | None = None  # a data set on the hub
     path: str | None = None  # a text file, a .parquet/.json/.jsonl/.csv, or a folder in the hub's layout
-    fetched: str | None = None  # a name that kvbench.fetch knows; its .txt files are joined in sorted order
+    fetched: str | None = None  # a name that kvbench.fetch knows; its .txt and .py files are joined in sorted order
+    texts: tuple[str, ...] | None = None  # several such names: windows lie in each of them, none across two
     config: str | None = None  # of the data set
     split: str | None = None  # default: test, or the only one there is
     column: str = "text"
@@ -57,7 +53,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Text:
-    """One long text.
+    """One long text, or several: `parts`, whose names are joined by + in `name`; `text` is empty then.
 
     `fingerprint` is its sha256. Random tokens have no text: `random_tokens` of them from `seed`.
     """
@@ -67,6 +63,12 @@ class Text:
     fingerprint: str
     random_tokens: int = 0
     seed: int = 0
+    parts: tuple[Text, ...] = ()
+
+    @property
+    def each(self) -> tuple[Text, ...]:
+        """The texts that this one consists of: itself, if it is one."""
+        return self.parts or (self,)
 
 
 def load_text(node: Mapping[str, Any]) -> Text:
@@ -76,6 +78,10 @@ def load_text(node: Mapping[str, Any]) -> Text:
     column, split or config it does not have, no text in it.
     """
     spec = data_spec(node)
+    if spec.texts is not None:
+        parts = tuple(load_text({"fetched": name, "limit": spec.limit, "joiner": spec.joiner}) for name in spec.texts)
+        digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest()
+        return Text("+".join(spec.texts), "", digest, parts=parts)
     if spec.random_tokens is not None:
         digest = hashlib.sha256(f"random {spec.random_tokens} {spec.seed}".encode()).hexdigest()
         return Text(spec.name, "", digest, spec.random_tokens, spec.seed)
@@ -105,76 +111,40 @@ def data_spec(node: Mapping[str, Any]) -> DataSpec:
         raise UserError(f"data.bos={given['bos']} is unknown: choose from {', '.join(BOS_RULES)}")
     if "id" in given and "path" in given:
         raise UserError(f"data.id={given['id']} and data.path={given['path']} are both given: give one of them")
-    sources = ("path", "id", "fetched", "random_tokens")
+    sources = ("path", "id", "texts", "fetched", "random_tokens")
     if not any(key in given for key in sources):
         raise UserError("no text is named: write data=essays, data=wikitext2, data=pg19 or data.path=FILE_OR_FOLDER")
     for key in ("name", "id", "path", "fetched", "config", "split", "column", "joiner"):
         if key in given:
             given[key] = str(given[key])
     source = next(key for key in sources if key in given)
+    if source == "texts":
+        given["texts"], given["name"] = names_of_texts(given["texts"]), "+".join(names_of_texts(given["texts"]))
+    elif given.pop("texts", None) is not None:
+        given.pop("name", None)  # data=mixed data.path=FILE: the file, under its own name
     if source in ("path", "id") and given.pop("random_tokens", None) is not None:
         given.pop("name", None)  # data=random data.path=FILE: the file, under its own name
     name = Path(given["path"]).name if source == "path" else given.get(source)
     return DataSpec(**{"name": "random" if source == "random_tokens" else name, **given})
 
 
-def tokenize(text: Text, tokenizer: Any = None, vocab_size: int | None = None) -> torch.Tensor:
-    """The whole text as one LongTensor [T], without special tokens. The last few results are kept in memory.
-
-    Random tokens need `vocab_size` and no tokenizer. Raises UserError where a real text meets no tokenizer, or one
-    with tokens beyond `vocab_size`.
-    """
-    return token_ids(text, tokenizer, vocab_size)
-
-
-def bos_tokens(rule: str, tokenizer: Any = None) -> tuple[int, ...]:
-    """The tokens that every window and prompt begins with; empty for none.
-
-    rule: first, none, or auto: what the model's own tokenizer puts before a text. Gemma and Llama 3 begin with BOS
-    (without it Gemma's perplexity is ruined), Qwen and SmolLM2 with nothing, GLM with two tokens, [gMASK]<sop>. Raises
-    UserError for first without a BOS token.
-    """
-    bos: int | None = getattr(tokenizer, "bos_token_id", None)
-    if rule == "none" or (tokenizer is None and rule != "first"):
-        return ()
-    if rule == "auto":
-        return tuple(text_prefix(tokenizer))
-    if bos is None:
-        raise UserError("data.bos=first, and this model's tokenizer has no BOS token; type data.bos=none")
-    return (bos,)
-
-
-def text_prefix(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer puts before a text."""
-    plain, whole = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (False, True))
-    starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
-    return whole[: starts[0]] if starts else []
-
-
-@lru_cache(maxsize=4)
-def token_ids(text: Text, tokenizer: Any, vocab_size: int | None) -> torch.Tensor:
-    import torch
-
-    if text.random_tokens:
-        if vocab_size is None:
-            raise ValueError("random tokens need the model's vocab_size")
-        generator = torch.Generator().manual_seed(text.seed)
-        return torch.randint(vocab_size, (text.random_tokens,), generator=generator)
-    if tokenizer is None:
-        raise UserError(f"data={text.name} needs a tokenizer and this model has none: write data=random")
-    if vocab_size is not None:
-        check_vocabulary(tokenizer, vocab_size)
-    # verbose=False: a text longer than the model is what we want, so no warning about its length.
-    encoded = tokenizer(text.text, add_special_tokens=False, verbose=False)
-    ids = torch.tensor(encoded["input_ids"], dtype=torch.long)
-    largest = int(ids.max()) if len(ids) else 0
-    if vocab_size is not None and largest >= vocab_size:
-        raise UserError(without_row(str(tokenizer.convert_ids_to_tokens(largest)), largest, vocab_size))
-    return ids
+def names_of_texts(value: object) -> tuple[str, ...]:
+    """Names from a list of two or more different ones. Raises UserError for anything else."""
+    names = tuple(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise UserError(
+            f"data.texts={value} must list two or more different texts that kvbench.fetch knows; "
+            "type data.texts='[essays,code]', or data=essays for one"
+        )
+    return names
 
 
 def read_fetched(spec: DataSpec) -> str:
-    return read_files(sorted(fetched_folder("text", str(spec.fetched)).glob("*.txt")), spec)
+    folder = fetched_folder("text", str(spec.fetched))
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".txt", ".py"))
+    if not files:
+        raise UserError(f"data.fetched={spec.fetched} is no text; type data.fetched=essays, for example")
+    return read_files(files, spec)
 
 
 def read_files(files: list[Path], spec: DataSpec) -> str:

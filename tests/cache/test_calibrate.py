@@ -18,7 +18,8 @@ from kvbench.methods.full import Full
 from kvbench.methods.lowrank import LowRank
 from kvbench.models.load import LoadedModel, load_model, model_spec
 from kvbench.results.loading import load
-from kvbench.texts.load import load_text, tokenize
+from kvbench.texts.load import load_text
+from kvbench.texts.tokens import tokenize
 from tests.shared.text import light
 
 TINY = {
@@ -99,7 +100,7 @@ def test_a_model_sees_a_fixed_slice_of_the_essays(smollm2: LoadedModel) -> None:
     assert torch.equal(ids.flatten(), tokens[first:stop])
     for windows in (1, 2, 3, 4, 8):  # the default is 2
         settings = Perplexity(3072, 128, windows, 8)
-        spans = [(o + 3072, o + 3200) for o in settings.offsets(len(tokens))]
+        spans = [(o + 3072, o + 3200) for o in settings.offsets([len(tokens)])]
         check_calibration(len(tokens), spans, windows)
 
 

@@ -94,7 +94,7 @@ BAD = [
     (["method=h2o", "budget=16", "window=16"], "type budget=17 or more"),
     (["method=streaming_llm", "budget=4"], "4 sinks and the newest token); type budget=5 or more"),
     (["method=streaming_llm", "budget=0.1"], "budget=0.1 of a 32-token prompt is 4 tokens, below the 5"),
-    (["method=random", "budget=1"], "type budget=2 or more"),
+    (["method=random", "budget=1"], "type budget=6 or more"),
     # other knobs
     (["method=kivi", "bits=3"], "bits=3 for KIVI; type bits=8, bits=4 or bits=2"),
     (["method=kivi4", "bits=3"], "bits=3 contradicts kivi4"),

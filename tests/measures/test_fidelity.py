@@ -15,9 +15,10 @@ from kvbench.cache.store import DenseStore
 from kvbench.measures.context import RunContext
 from kvbench.measures.fidelity import Fidelity
 from kvbench.measures.fidelity import continuations as measured
-from kvbench.measures.fidelity.continuations import continue_prompts, divergence, prompt_offsets
+from kvbench.measures.fidelity.continuations import continue_prompts, divergence
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.results.row import flags_of
+from kvbench.texts.tokens import spread
 from tests.shared.models import random_llama
 from tests.shared.text import Breaks, methods, rows_of, run_context_of, value
 
@@ -64,7 +65,7 @@ def by_whole_prefixes(prompt: Tensor, budget: int | None) -> list[int]:
 def test_divergence_by_whole_prefixes() -> None:
     (finding,) = continue_prompts(bench(methods("full") | absolute()), settings())
     steps = []
-    for sample, offset in zip(finding.samples, prompt_offsets(len(TEXT), CONTEXT, 5), strict=True):
+    for sample, offset in zip(finding.samples, spread([len(TEXT)], 5, CONTEXT), strict=True):
         prompt = TEXT[offset : offset + CONTEXT]
         full, sinks = by_whole_prefixes(prompt, None), by_whole_prefixes(prompt, BUDGET)
         assert [method["tokens"] for method in sample["methods"]] == [full, sinks]
@@ -155,8 +156,8 @@ def test_the_order_of_methods_and_samples_changes_nothing(monkeypatch: pytest.Mo
     rows = rows_of(continue_prompts(bench(methods("full", "h2o", "random")), settings(samples=6)))
     turned = rows_of(continue_prompts(bench(methods("full", "random", "h2o")), settings(samples=6)))
     assert sorted(map(str, rows)) == sorted(map(str, turned))
-    offsets = prompt_offsets(len(TEXT), CONTEXT, 6)
-    monkeypatch.setattr(measured, "prompt_offsets", lambda *_: [offsets[i] for i in (4, 0, 2, 5, 1, 3)])
+    offsets = spread([len(TEXT)], 6, CONTEXT)
+    monkeypatch.setattr(measured, "spread", lambda *_: [offsets[i] for i in (4, 0, 2, 5, 1, 3)])
     assert rows_of(continue_prompts(bench(methods("full", "h2o", "random")), settings(samples=6))) == rows
 
 
@@ -177,9 +178,9 @@ def test_without_a_baseline_there_is_nothing_to_compare() -> None:
 
 
 def test_prompts_are_spread_over_the_text() -> None:
-    assert prompt_offsets(1_000, 40, 4) == [0, 320, 640, 960]
-    assert prompt_offsets(40, 40, 3) == [0, 0, 0]
-    assert prompt_offsets(1_000, 40, 1) == [0]
+    assert spread([1_000], 4, 40) == [0, 320, 640, 960]
+    assert spread([40], 3, 40) == [0, 0, 0]
+    assert spread([1_000], 1, 40) == [0]
 
 
 def test_neighbours_in_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

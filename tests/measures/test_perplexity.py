@@ -56,7 +56,7 @@ class Zeroed(DenseStore):
 
 
 def test_full_is_a_plain_forward() -> None:
-    offsets = settings(windows=3).offsets(len(TEXT))
+    offsets = settings(windows=3).offsets([len(TEXT)])
     rows = rows_of(score_windows(bench(methods("full")), settings(windows=3)))
     expected = np.mean([plain_nll(MODEL, TEXT[o : o + CONTEXT + TOKENS], CONTEXT) for o in offsets])
     assert value(rows, "full", "nll") == pytest.approx(expected, abs=1e-4)
@@ -72,7 +72,7 @@ def test_full_is_a_plain_forward_on_a_real_model(smollm2: LoadedModel, essays_fo
     tokens = torch.tensor(smollm2.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     asked = settings(context=256, tokens=32, windows=2)
     rows = rows_of(score_windows(run_context_of(smollm2.model, methods("full", "h2o", budget=64), tokens), asked))
-    windows = [tokens[o : o + asked.longest] for o in asked.offsets(len(tokens))]
+    windows = [tokens[o : o + asked.longest] for o in asked.offsets([len(tokens)])]
     expected = np.mean([plain_nll(smollm2.model, ids, asked.context) for ids in windows])
     assert value(rows, "full", "nll") == pytest.approx(expected, abs=1e-4)
     assert value(rows, "h2o", "kl") > 1e-3
@@ -160,7 +160,7 @@ def test_windows_of_a_batch_are_windows_one_by_one() -> None:
 @pytest.mark.parametrize("windows", [1, 2, 3, 7, 13])
 @pytest.mark.parametrize("tokens", [650, 651, 1_000, 1_999])
 def test_windows_are_spread_over_the_text_and_do_not_overlap(windows: int, tokens: int) -> None:
-    offsets = settings(windows=windows).offsets(tokens)
+    offsets = settings(windows=windows).offsets([tokens])
     assert len(offsets) == windows
     assert offsets[0] == 0
     assert all(later - earlier >= CONTEXT + TOKENS for earlier, later in itertools.pairwise(offsets))
@@ -197,7 +197,7 @@ def test_tokens_are_stored_only_on_demand() -> None:
 def test_intervals_draw_windows() -> None:
     asked = settings(windows=12)
     rows = rows_of(score_windows(bench(methods("full")), asked))
-    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in asked.offsets(len(TEXT))]
+    windows = [TEXT[o : o + CONTEXT + TOKENS] for o in asked.offsets([len(TEXT)])]
     means = np.array([plain_nll(MODEL, ids, CONTEXT).mean() for ids in windows])
     draw = np.random.default_rng(7)
     drawn = means[draw.integers(0, 12, (4_000, 12))].mean(1)
@@ -230,7 +230,7 @@ def test_samples_that_got_worse_are_counted_and_the_worst_are_shown() -> None:
 def test_nll_by_position() -> None:
     asked = settings(windows=3, tokens=10, buckets=4)
     rows = rows_of(score_windows(bench(methods("full", "h2o")), asked))
-    offsets = asked.offsets(len(TEXT))
+    offsets = asked.offsets([len(TEXT)])
     nll = np.stack([plain_nll(MODEL, TEXT[o : o + asked.longest], CONTEXT) for o in offsets])
     curve = {row.position: row for row in rows if row.metric == "nll_at" and row.method == "full"}
     assert list(curve) == [CONTEXT, CONTEXT + 3, CONTEXT + 6, CONTEXT + 9]  # of width 3, the last of 1

@@ -198,7 +198,7 @@ def test_the_order_of_methods_changes_nothing() -> None:
 def test_the_order_of_samples_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     named = methods("full", "h2o", "kivi")
     rows = rows_of(score_windows(bench(named), settings(windows=6, batch=2)))
-    offsets = settings(windows=6).offsets(len(TEXT))
+    offsets = settings(windows=6).offsets([len(TEXT)])
     shuffled = [offsets[i] for i in (3, 0, 5, 4, 1, 2)]
     monkeypatch.setattr(Perplexity, "offsets", lambda *_: shuffled)
     turned = rows_of(score_windows(bench(named), settings(windows=6, batch=2)))

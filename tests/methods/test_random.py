@@ -1,4 +1,4 @@
-"""Random eviction: half recent, half a uniform draw that does not change its mind."""
+"""Random eviction: sinks, half recent, the rest a uniform draw that does not change its mind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from kvbench.errors import UserError
 from kvbench.methods.random import Random
 
 
-def kept_of(prompt: int, budget: int, seed: int = 0, heads: int = 1, layer: int = 0, batch: int = 1) -> torch.Tensor:
+def kept_of(
+    prompt: int, budget: int, seed: int = 0, heads: int = 1, layer: int = 0, batch: int = 1, n_sink: int = 0
+) -> torch.Tensor:
     position = torch.arange(prompt).expand(batch, heads, prompt)
-    priority = Random(budget=budget, seed=seed).priority(NO_SCORES, position, prompt - 1, budget, layer)
+    priority = Random(budget=budget, n_sink=n_sink, seed=seed).priority(NO_SCORES, position, prompt - 1, budget, layer)
     return keep_best(priority, budget)
 
 
@@ -20,6 +22,16 @@ def test_the_recent_half_always_stays() -> None:
     for budget in (2, 7, 40):
         kept = kept_of(100, budget, heads=3)
         assert (kept[..., -(budget // 2) :] == torch.arange(100 - budget // 2, 100)).all()
+
+
+def test_sinks_and_recent_tokens_are_protected_unless_asked_otherwise() -> None:
+    kept = kept_of(100, 24, heads=3, n_sink=4)
+    assert (kept[..., :4] == torch.arange(4)).all()
+    assert (kept[..., -10:] == torch.arange(90, 100)).all()  # half of the 20 after the sinks
+    position = torch.arange(100).expand(1, 3, 100)
+    free = keep_best(Random(budget=24, n_sink=0, recent=1).priority(NO_SCORES, position, 99, 24, 0), 24)
+    assert (free[..., -1] == 99).all()
+    assert (free[..., 0] > 0).any() and (free[..., -2] < 98).any()
 
 
 def test_the_rest_is_a_uniform_draw() -> None:
@@ -55,7 +67,7 @@ def test_the_priority_of_a_token_never_changes() -> None:
 
 
 def test_knobs_that_cannot_be() -> None:
-    with pytest.raises(UserError, match="type budget=2 or more"):
+    with pytest.raises(UserError, match="type budget=6 or more"):
         Random(budget=1)
     with pytest.raises(UserError, match="needs a budget: type budget=256"):
         Random()

@@ -23,7 +23,8 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.per_token import PerToken
 from kvbench.models.load import LoadedModel, describe, load_model, load_tokenizer, model_spec
 from kvbench.models.shape import shape_of
-from kvbench.texts.load import load_text, tokenize
+from kvbench.texts.load import load_text
+from kvbench.texts.tokens import tokenize
 from tests.shared.models import TINY, random_llama
 
 

@@ -158,7 +158,9 @@ class Breaks(KeepRule):
 
     how: str = "failed"
     at: int = 0
-    seed: int = 0  # so that it can stand in for `random` in a config
+    n_sink: int = 0  # these three so that it can stand in for `random` in a config
+    recent: int | None = None
+    seed: int = 0
 
     def priority(self, scores: Tensor | None, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         if newest == self.at and self.how == "killed":

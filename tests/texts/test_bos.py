@@ -16,7 +16,8 @@ from kvbench.measures.perplexity.windows import score_windows
 from kvbench.measures.target import Target
 from kvbench.models.checkpoint import model_spec
 from kvbench.models.shape import shape_of
-from kvbench.texts.load import Text, bos_tokens, data_spec
+from kvbench.texts.load import Text, data_spec
+from kvbench.texts.tokens import Stretch, bos_tokens
 from tests.shared.models import random_llama
 from tests.shared.text import light, methods, rows_of, run_context_of, value
 
@@ -75,7 +76,8 @@ def test_what_cannot_be() -> None:
 def test_a_prompt_or_a_stream_that_several_bos_tokens_do_not_fit_is_refused() -> None:
     spec, text = model_spec({"random": {"model_type": "llama"}}), Text("text", "", "0")
     shape = shape_of(random_llama(2, 1, 8).config)
-    target = Target(spec, shape, text, torch.zeros(100, dtype=torch.int64), None, (5, 6), 0)
+    parts = (Stretch("t", 0, 100),)
+    target = Target(spec, shape, text, torch.zeros(100, dtype=torch.int64), parts, None, (5, 6), 0)
     check_measures_fit([Memory([2], 4)], target)
     with pytest.raises(UserError, match="a prompt is shorter than the 2 tokens that begin a text; type data.bos=none"):
         check_measures_fit([Memory([1], 4)], target)

@@ -15,7 +15,8 @@ import torch
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
 from kvbench.models.load import load_tokenizer, model_spec
-from kvbench.texts.load import Text, load_text, tokenize
+from kvbench.texts.load import Text, load_text
+from kvbench.texts.tokens import tokenize
 
 
 @pytest.fixture

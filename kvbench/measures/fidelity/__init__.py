@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,8 +44,9 @@ class Fidelity(Measure):
     def needed_tokens(self) -> tuple[str, int]:
         return "fidelity.contexts", self.size + self.tokens
 
-    def sample_limit(self, tokens: int) -> tuple[str, int, int]:
-        return "fidelity.samples", self.samples, 1 + (tokens - self.size) // self.tokens
+    def sample_limit(self, lengths: Sequence[int]) -> tuple[str, int, int]:
+        each = 1 + (min(lengths) - self.size) // self.tokens
+        return "fidelity.samples", self.samples, each * len(lengths)
 
     def run(self, context: RunContext) -> Iterator[Result]:
         from kvbench.measures.fidelity.continuations import continue_prompts

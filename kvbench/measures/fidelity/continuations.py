@@ -18,12 +18,12 @@ from kvbench.cache.decode import continuation
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.fidelity import Fidelity
-from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import engagement, finite_flags, tokens_of
 from kvbench.measures.result import Result
 from kvbench.measures.statistics import Units, bounded_interval, bounds, mean_interval, wilson
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
+from kvbench.texts.tokens import spread, token_hash
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Answer:
 def continue_prompts(context: RunContext, settings: Fidelity) -> Iterator[Result]:
     """One result a context: rows divergence_step, diverged_share, length_ratio, engaged, kept_tokens a method."""
     for prompt in settings.contexts:
-        offsets = prompt_offsets(len(context.tokens), prompt, settings.samples)
+        offsets = spread(context.lengths, settings.samples, prompt)
         answers: dict[str, dict[int, Answer]] = {method.label: {} for method in context.methods}
         with context.progress.phase(f"fidelity {prompt}", len(offsets) * len(context.methods)) as advance:
             for start in range(0, len(offsets), settings.batch):
@@ -51,11 +51,6 @@ def continue_prompts(context: RunContext, settings: Fidelity) -> Iterator[Result
         done = context.remaining("fidelity", context=prompt)
         rows = [row for method in done for row in _rows(context, method, settings, prompt, answers)]
         yield Result(rows, _samples(context, done, offsets, prompt, answers))
-
-
-def prompt_offsets(tokens: int, prompt: int, samples: int) -> list[int]:
-    """First token of each prompt, evenly spread over the text."""
-    return [i * (tokens - prompt) // max(1, samples - 1) for i in range(samples)]
 
 
 def _answer(

@@ -27,6 +27,7 @@ class Latency(Measure):
     """
 
     name: ClassVar[str] = "latency"
+    rates_quality: ClassVar[bool] = False
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("prefill_ms", "prefill", "ms", "low"),
         Headline("observe_ms", "observe", "ms", "low", rank=1),

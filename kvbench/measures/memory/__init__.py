@@ -19,6 +19,7 @@ class Memory(Measure):
     """Bytes after each context and `tokens` decoded tokens, each method in a subprocess of its own where `isolate`."""
 
     name: ClassVar[str] = "memory"
+    rates_quality: ClassVar[bool] = False
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("held_bytes", "held", "bytes", "low", exact=True),
         Headline("dense_bytes", "dense", "bytes", folds=True),

@@ -70,7 +70,7 @@ class Needle(Measure):
         from kvbench.texts.prompts import check_prompts
 
         limit = target.shape.max_positions
-        return check_prompts(target.tokenizer, target.tokens, target.seed, self, limit, target.bos)
+        return check_prompts(target.tokenizer, target.haystack, target.seed, self, limit, target.bos)
 
     def run(self, context: RunContext) -> Iterator[Result]:
         from kvbench.measures.needle.answers import ask_needles

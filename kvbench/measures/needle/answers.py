@@ -17,7 +17,6 @@ from kvbench.cache.decode import continuation
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
-from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import (
     Answer,
     Answers,
@@ -35,6 +34,7 @@ from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
 from kvbench.texts.needle_tasks import is_hit, recall
 from kvbench.texts.prompts import Prompt, make_prompts, template_of
+from kvbench.texts.tokens import token_hash
 
 
 def ask_needles(context: RunContext, settings: Needle) -> Iterator[Result]:
@@ -42,7 +42,7 @@ def ask_needles(context: RunContext, settings: Needle) -> Iterator[Result]:
     over all, hit_rate_minus_full, engaged, kept_tokens."""
     for length in settings.lengths:
         prompts = context.prepared.get("needle", {}).get(length) or make_prompts(
-            context.loaded.tokenizer, context.tokens, context.seed, settings, length, context.bos
+            context.loaded.tokenizer, context.haystack, context.seed, settings, length, context.bos
         )
         answers: Answers = {(method.label, when): {} for method in context.methods for when in settings.question}
         work = len(prompts) * len(context.methods) * len(settings.question)

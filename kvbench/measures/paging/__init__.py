@@ -21,6 +21,7 @@ class Paging(Measure):
     """Requests that have `prefix` tokens in common and `own` ones behind them, one of each; `tokens` decoded after."""
 
     name: ClassVar[str] = "paging"
+    rates_quality: ClassVar[bool] = False
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("contiguous_bytes", "contiguous", "bytes", exact=True),
         Headline("contiguous_waste_bytes", "wasted", "bytes", "low", rank=2, exact=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from kvbench.results.headline import Headline
 
 if TYPE_CHECKING:
     from kvbench.cache.build import Method
-    from kvbench.measures.context import RunContext
+    from kvbench.measures.context import MethodRun, RunContext
     from kvbench.measures.result import Result
     from kvbench.measures.target import Target
 
@@ -29,13 +29,16 @@ class Perplexity(Measure):
     """
 
     name: ClassVar[str] = "perplexity"
+    knows_future: ClassVar[bool] = True
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("ppl", "ppl", "fixed2", "low"),
         Headline("nll_minus_full", "ΔNLL", "signed", "low"),
         Headline("kl", "KL", "small", "low"),
+        Headline("gap_closed_kl", "gap closed (KL)", "percent", "high"),
         Headline("top1", "top-1", "percent", "high"),
         Headline("x_smaller", "x smaller", "x", "high", exact=True),
         Headline("scored_kept_tokens", "kept while scored", "count", rank=1, folds=True),
+        Headline("gap_closed_nll", "gap closed (NLL)", "percent", "high", rank=2),
         Headline("top5", "top-5", "percent", "high", rank=2),
         Headline("kl_reverse", "reverse KL", "small", "low", rank=2),
         Headline("nll_minus_full_worst_decile", "worst tenth", "signed", "low", rank=2),
@@ -86,25 +89,39 @@ class Perplexity(Measure):
     def may_exceed_positions(self) -> bool:
         return self.protocol == "stream"
 
-    def sample_limit(self, tokens: int) -> tuple[str, int, int]:
-        return "perplexity.windows", self.windows, 1 + (tokens - self.longest) // self.tokens
+    def sample_limit(self, lengths: Sequence[int]) -> tuple[str, int, int]:
+        each = 1 + (min(lengths) - self.longest) // self.tokens
+        return "perplexity.windows", self.windows, each * len(lengths)
 
-    def offsets(self, tokens: int) -> list[int]:
-        """First token of each window: evenly spread over the text, without overlap where the text is long enough."""
-        if self.windows == 1:
-            return [0]
-        stride = (tokens - self.longest) / (self.windows - 1)
-        return [int(i * stride) for i in range(self.windows)]
+    def offsets(self, lengths: Sequence[int]) -> list[int]:
+        """First token of each window among the texts' tokens: see `kvbench.texts.tokens.spread`."""
+        from kvbench.texts.tokens import spread
 
-    def scored_spans(self, tokens: int) -> list[tuple[int, int]]:
-        return [(offset + self.prompt, offset + self.longest) for offset in self.offsets(tokens)]
+        return spread(lengths, self.windows, self.longest)
+
+    def scored_spans(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        return [(offset + self.prompt, offset + self.longest) for offset in self.offsets(lengths)]
 
     def refuse(self, method: Method) -> None:
         if self.protocol == "stream":
             check_stream(method)
 
+    def beside(self, methods: Sequence[MethodRun], everyone: Sequence[MethodRun]) -> list[MethodRun]:
+        """The full cache, and the floors and ceilings of the gap closed."""
+        from kvbench.measures.perplexity.bounds import bounds_of
+
+        pairs = [pair for method in methods if (pair := bounds_of(method, everyone)) is not None]
+        bounds = [one for pair in pairs for one in pair]
+        return [one for one in everyone if one.is_baseline or one in bounds]
+
     def prepare(self, target: Target) -> None:
-        """Raise UserError for a stream that would score tokens which begin a text instead of belonging to it."""
+        """Raise UserError for fewer windows than texts, and for a stream that would score tokens which begin a text
+        instead of belonging to it."""
+        if self.windows < (texts := len(target.stretches)):
+            raise UserError(
+                f"perplexity.windows={self.windows} leaves out some of the {texts} texts of data={target.text.name}; "
+                f"type perplexity.windows={texts} or more"
+            )
         if self.protocol == "stream" and len(target.bos) > 1:
             raise UserError(
                 f"perplexity.protocol=stream scores every token but the first, and this tokenizer begins a text with "
@@ -138,5 +155,7 @@ def check_stream(method: Method) -> None:
         raise UserError(
             f"method={method.name} divides the budget between heads by a prompt and a stream has none; {leave}"
         )
+    if rule.sees_future:
+        raise UserError(f"method={method.name} ranks a prompt's tokens and a stream has none; {leave}")
     if rule.observations() and not rule.reads_attention:
         raise UserError(f"method={method.name} decides by what it observes of a prompt and a stream has none; {leave}")

@@ -16,7 +16,6 @@ from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
-from kvbench.measures.perplexity.windows import token_hash
 from kvbench.measures.question_rows import (
     Answer,
     Answers,
@@ -35,6 +34,7 @@ from kvbench.results.row import Row, with_flags
 from kvbench.texts.answer_metrics import WITHOUT_CHAT
 from kvbench.texts.prompts import Template, template_of
 from kvbench.texts.task_sets import SCORES, Sample, encode, load_samples
+from kvbench.texts.tokens import token_hash
 
 
 def answer_tasks(context: RunContext, settings: Tasks) -> Iterator[Result]:

@@ -14,7 +14,7 @@ from kvbench.report.compare.comparison import Line, lines_of
 from kvbench.report.compare.needle_hits import Hits, Place, hits_of, total, uninformative_places
 from kvbench.report.figures import layout
 from kvbench.report.figures.layout import LONGEST, Drawn, Plot
-from kvbench.report.figures.style import FAINT, INK, WIDTH
+from kvbench.report.figures.style import FAINT, INK, WIDTH, ink_on
 from kvbench.results.row import Row
 
 COLOURS = "cividis"
@@ -149,7 +149,7 @@ def _map(axes: Axes, table: Sequence[Sequence[Hits | None]], bad: Sequence[Seque
         for x, hits in enumerate(line):
             if hits is None:
                 continue
-            ink = INK if hits.rate > 0.55 else "white"
+            ink = ink_on(*plt.get_cmap(COLOURS)(hits.rate)[:3])
             if bad[y][x]:
                 corner = (x - 0.5, y - 0.5)
                 cover = Rectangle(corner, 1, 1, facecolor=GREY, edgecolor="#AAAAAA", linewidth=0)

@@ -15,7 +15,7 @@ from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.figures import layout
 from kvbench.report.figures.layout import Plot, titled
 from kvbench.report.figures.needle_maps import COLOURS, GREY
-from kvbench.report.figures.style import INK, WIDTH
+from kvbench.report.figures.style import INK, WIDTH, ink_on
 from kvbench.results.row import Row
 
 Task = tuple[str | None, str | None]
@@ -79,7 +79,7 @@ def _map(
             axes.add_patch(cover)
         for y, own in enumerate(found.values()):
             if task in own:
-                ink = INK if bad or own[task].rate > 0.55 else "white"
+                ink = INK if bad else ink_on(*plt.get_cmap(COLOURS)(own[task].rate)[:3])
                 box = {"facecolor": GREY, "edgecolor": "none", "pad": 0.4} if bad else None
                 text = f"{100 * own[task].rate:.0f}"
                 axes.text(x, y, text, ha="center", va="center", fontsize=6, color=ink, bbox=box)

@@ -13,7 +13,7 @@ from kvbench.report.compare.comparison import MODEL_AND_DEVICE, decode_of
 from kvbench.report.compare.method_families import MethodFamily
 from kvbench.report.compare.names import knob_text, name_list, short_model
 from kvbench.report.figures.layout import Plot, shortened
-from kvbench.report.figures.style import INK, WIDTH
+from kvbench.report.figures.style import WIDTH, ink_on
 
 MOST_PANELS = 4
 MOST_METHODS = 14
@@ -68,7 +68,6 @@ def _panel(axes: Axes, family: MethodFamily, places: Sequence[int], norm: SymLog
                 colours[i, j, :3] = 1 - PALE * (1 - colours[i, j, :3])
             if i != j:
                 weight = "bold" if differ else "normal"
-                dark = differ and colours[i, j, :3] @ (0.2126, 0.7152, 0.0722) < 0.45
                 axes.text(
                     j,
                     i,
@@ -77,7 +76,7 @@ def _panel(axes: Axes, family: MethodFamily, places: Sequence[int], norm: SymLog
                     va="center",
                     fontsize=6.5,
                     weight=weight,
-                    color="white" if dark else INK,
+                    color=ink_on(*colours[i, j, :3]),
                 )
     axes.imshow(colours, aspect="auto")
     names = [_name(family, place) for place in places]

@@ -21,6 +21,7 @@ MARKERS = {"quantised": "s", "score": "o", "position": "^", "mixed": "D", "other
 # matplotlib settings for figures 6.5 inches wide, the text width of a page.
 RC = {
     "font.size": 9,
+    "text.hinting": "none",  # labels keep their width at every resolution
     "axes.titlesize": 9,
     "axes.labelsize": 9,
     "xtick.labelsize": 8,
@@ -43,7 +44,14 @@ RC = {
 }
 WIDTH = 6.5
 INK = "#222222"
-FAINT = "#777777"
+FAINT = "#707070"
+
+
+def ink_on(red: float, green: float, blue: float) -> str:
+    """Black or white, whichever has more contrast (at least 4.5) to a colour given as shares of sRGB."""
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in (red, green, blue)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
 
 
 def colour_of(row: Row) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from numpy.typing import NDArray
 
 from kvbench.report.compare.method_kinds import FAMILIES
 from kvbench.report.compare.names import display_name
 from kvbench.report.figures.method_panels import kl_by_position
-from kvbench.report.figures.style import COLOURS, INK, MARKERS, colour_of, mark_of
+from kvbench.report.figures.style import COLOURS, INK, MARKERS, colour_of, ink_on, mark_of
 from tests.report.synthetic import crowd
 from tests.shared.rows import BASE
 
@@ -51,6 +52,15 @@ def test_a_family_has_a_mark_of_its_own_and_a_colour_that_is_legible_as_text(fam
     luminance = float(linear_of(COLOURS[family]) @ (0.2126, 0.7152, 0.0722))
     assert 1.05 / (luminance + 0.05) >= 4.5
     assert list(MARKERS.values()).count(MARKERS[family]) == 1
+
+
+@pytest.mark.parametrize("name", ["cividis", "RdBu_r"])
+def test_numbers_in_heat_maps_are_legible_on_every_colour(name: str) -> None:
+    for share in np.linspace(0, 1, 101):
+        red, green, blue, _ = plt.get_cmap(name)(share)
+        luminance = float(linear_of(to_hex((red, green, blue))) @ (0.2126, 0.7152, 0.0722)) + 0.05
+        contrast = 1.05 / luminance if ink_on(red, green, blue) == "white" else luminance / 0.05
+        assert contrast >= 4.5
 
 
 def test_a_method_that_sees_the_future_is_hollow() -> None:

@@ -71,7 +71,8 @@ def loss_axis(better: str, values: Sequence[tuple[float, float, float]], *, loga
     ends = [bound for one in values for bound in one if math.isfinite(bound)]
     if better == "high":
         low = min(ends)
-        return LossAxis("share", max(0.0, low - 0.08 * (1.04 - low)), 1.0, clips=False)
+        room = 0.06 * max(1 - low, 0.01)  # above 100%, for labels
+        return LossAxis("share", max(0.0, low - room), 1 + room, clips=False)
     clips = any(value > HOPELESS for value in middle) and sum(value <= HOPELESS for value in middle) > 1
     largest = max(ends)
     if logarithmic and any(value > 0 for value in middle):

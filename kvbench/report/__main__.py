@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs=2,
         metavar=("OLD", "NEW"),
         type=Path,
-        help="instead: what changed between two sweeps beyond the intervals (into NEW/against)",
+        help="instead: what changed between two sweeps (into NEW/against)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: PATH/report)")
     try:

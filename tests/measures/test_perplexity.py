@@ -262,11 +262,13 @@ def test_better_than_full_beyond_the_interval_is_said() -> None:
     prompt = TEXT[None, :CONTEXT]
     said = generate(MODEL, None, build_cache(MODEL, methods("full")["full"], prompt, TOKENS), TOKENS)
     named = {"full": Method("full", Full(), Zeroed()), "real": Method("real", Full(), DenseStore())}
-    rows = rows_of(score_windows(run_context_of(MODEL, named, torch.cat([prompt, said], dim=1)[0]), settings()))
-    notes = {row.method: row for row in rows if row.metric == "nll_minus_full"}
-    assert notes["real"].high is not None and notes["real"].high < 0
-    assert "better_than_full" in flags_of(notes["real"])
-    assert "better_than_full" not in flags_of(notes["full"])
+    context = run_context_of(MODEL, named, torch.cat([prompt, said], dim=1)[0])
+    for windows in (9, 10):
+        rows = rows_of(score_windows(context, settings(windows=windows)))
+        notes = {row.method: row for row in rows if row.metric == "nll_minus_full"}
+        assert notes["real"].high is not None and notes["real"].high < 0
+        assert ("better_than_full" in flags_of(notes["real"])) == (windows == 10)  # below, the units are blocks
+        assert "better_than_full" not in flags_of(notes["full"])
 
 
 # failures

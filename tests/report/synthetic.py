@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.report.advice.advice import Advice
-from kvbench.report.advice.scenarios import advise
+from kvbench.report.advice.answer_card import answer_card
+from kvbench.report.advice.card import CardLine
 from kvbench.report.compare.comparison import is_baseline
 from kvbench.report.compare.methods import Group, groups_of
 from kvbench.report.compare.warnings import find_warnings
@@ -128,12 +128,16 @@ def judged_groups(rows: Sequence[Row], windows: int = WINDOWS) -> list[Group]:
     return groups_of(rows, evidence_of(windows_of(rows, windows)))
 
 
-def advice_on(rows: Sequence[Row], key: str, windows: int = WINDOWS) -> Advice:
-    return next(one for one in advise(judged_groups(rows, windows)) if one.key == key)
+def line_on(rows: Sequence[Row], key: str, windows: int = WINDOWS) -> CardLine:
+    """The line of the answer card for one need, from windows made of the rows."""
+    evidence = evidence_of(windows_of(rows, windows))
+    card = answer_card(groups_of(rows, evidence), evidence)
+    assert card is not None
+    return next(line for line in card.lines if line.key == key)
 
 
 def chosen(rows: Sequence[Row], key: str) -> str:
-    return advice_on(rows, key).headline
+    return line_on(rows, key).setting
 
 
 def latents() -> list[Row]:

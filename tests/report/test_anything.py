@@ -23,12 +23,14 @@ from rich.console import Console
 
 from kvbench.errors import SkippedFile
 from kvbench.report.__main__ import main
-from kvbench.report.advice.scenarios import advise
+from kvbench.report.advice.answer_card import answer_card
+from kvbench.report.advice.banner import banner
 from kvbench.report.advice.summary import summary
 from kvbench.report.compare.comparison import is_baseline
 from kvbench.report.compare.methods import groups_of
 from kvbench.report.compare.warnings import find_warnings, remarks
 from kvbench.report.compare.window_samples import WindowSample, read_samples
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE
 from kvbench.report.figures.all_figures import FIGURES
 from kvbench.report.figures.bars import bandwidth_bars
 from kvbench.report.figures.layout import styled
@@ -243,10 +245,14 @@ def test_tables_and_sentences_of_random_rows(seed: int) -> None:
 def said_of(made: Rows) -> None:
     """Everything that a report says in words and tables, each of them looked at."""
     groups = groups_of(made)
-    advice = advise(groups)
+    card = answer_card(groups)
+    evidence = banner(made, groups, NO_EVIDENCE, {"run": {}})
+    lines = [] if card is None else card.lines
     sentences = [
         *summary(groups),
-        *(text for one in advice for text in (one.headline, *one.reasons, *one.limits)),
+        *(text for one in lines for text in (one.setting, one.cost, one.smaller, one.speed, *one.reasons, *one.limits)),
+        *(text for _, text in evidence.facts),
+        *evidence.warnings,
         *(warning.text for warning in (*find_warnings(made), *remarks(made))),
     ]
     assert [sentence for sentence in sentences if NONSENSE.search(sentence)] == []

@@ -58,7 +58,8 @@ def test_verdicts_best_methods_and_pairs_reach_the_page_and_the_files(tmp_path: 
     assert pairs[frozenset(("h2o", "streaming_llm"))] == "False" and pairs[frozenset(("h2o", "random"))] == "True"
     assert (out / "method_pairs.png").stat().st_size > 5_000
     text = (out / "report.md").read_text()
-    assert "Of 4 methods 1 is shown within 0.01 nats of the full cache: 3 worse in NLL" in text
+    assert "In NLL, of 4 methods 1 is shown within 0.01 nats of the full cache: 3 worse." in text
+    assert "| Long chat | **kivi8** | all tokens | 1.52x |" in text
     table = text[text.index("### Perplexity") :]
     bold = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|") and "**" in line}
     assert {"h2o", "streaming_llm"} <= bold and "random" not in bold

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.results.row import IDENTITY, KNOBS, Row
+from kvbench.results.row import IDENTITY, KNOBS, Row, flags_of
 
 Config = tuple[Any, ...]
 """Values of KNOBS: one method with all its knobs."""
@@ -19,6 +19,8 @@ MODEL_AND_DEVICE = ("model", "kv_heads", "converted", "dtype", "device")
 ONE_MEASURE = ("dataset", "question", "batch")
 """Columns that only some measures fill, so they agree within one measure and not across measures."""
 COMPARED = (*MODEL_AND_DEVICE, *ONE_MEASURE)
+FUTURE_METHODS = ("hindsight",)
+"""Keep rules that see the future. Samples carry no flags, so they are known by name as well."""
 PREFERRED = ("revision", "protocol", "kernel", "threads", "seed")
 """Of several baselines the one that agrees in most of these columns is taken."""
 
@@ -39,6 +41,11 @@ def config_of(row: Row) -> Config:
 def is_baseline(row: Row) -> bool:
     """True for the full cache in its own precision, with which everything is compared."""
     return row.method == "full" and row.store in (None, "full", "dense")
+
+
+def sees_future(row: Row) -> bool:
+    """The method ranks tokens by later tokens' attention: a ceiling to compare with, never a choice."""
+    return "sees_future" in flags_of(row) or row.method in FUTURE_METHODS
 
 
 def layout_of(row: Row) -> str | None:

@@ -31,10 +31,15 @@ def shipped_measures() -> tuple[str, ...]:
     """Names of the measures: those that run by default in their order, then the others."""
     config = shipped_config()
     nodes = [name for name, node in config.items() if isinstance(node, Mapping) and "_target_" in node]
-    folder = resources.files("kvbench.conf").joinpath("measures")
+    return tuple(dict.fromkeys([*(config.get("measure") or ()), *nodes, *shipped_names("measures")]))
+
+
+@functools.cache
+def shipped_names(group: str) -> tuple[str, ...]:
+    """Names of the files of a group of the configuration, in alphabetical order: `model`, `data`."""
+    folder = resources.files("kvbench.conf").joinpath(group)
     files = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-    return tuple(dict.fromkeys([*(config.get("measure") or ()), *nodes, *names]))
+    return tuple(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
 
 
 @functools.cache

@@ -20,15 +20,20 @@ from kvbench.report.compare.declared import Traits, measured_bounded, traits_of
 from kvbench.report.compare.names import display_name, heads_text, labels, short_model
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.compare.scored_bytes import METRICS, bytes_metric, size_of
+from kvbench.report.compare.texts import main_dataset
+from kvbench.report.compare.warnings import GAPS
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.results.intervals import wilson
 from kvbench.results.paired import Verdict
 from kvbench.results.row import Row
 
-QUALITY = ("ppl", "nll_minus_full", "kl", "top1", "engaged", "kept_tokens", "positions_processed")
+QUALITY = ("ppl", "nll_minus_full", "kl", "top1", *GAPS, "engaged", "kept_tokens", "positions_processed")
 WHILE_SCORED = ("scored_kept_tokens", "x_smaller")
 BYTES = ("held_bytes", "dense_bytes", "compressible_share", "bytes_per_token", "bytes_per_token_layer")
 SPEED = ("tpot_p50_ms", "bandwidth_share", "steady")
+BEYOND_RECENT = "hit_rate_beyond_recent"
+"""Needles found that lay before the newest tokens, which every recency rule keeps."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROTOCOL = "prefill_decode"
 """Of several protocols of a measure the one that is taken: compress a prompt, then decode."""
 
@@ -38,7 +43,9 @@ class MethodNumbers:
     """One method with its knobs. numbers: a row for each metric; hits: the pooled hit rate for each length.
 
     verdict: against the full cache, from the windows of the perplexity; None without samples. scored: bytes of the
-    cache that the perplexity was scored with; without a perplexity those of the memory measure.
+    cache that the perplexity was scored with; without a perplexity those of the memory measure. by_text: the
+    perplexity rows by metric on each other data set. full_tpot: the time per output token of the full cache in the run
+    that timed this method.
     """
 
     row: Row
@@ -47,6 +54,8 @@ class MethodNumbers:
     hits: dict[int, Row] = field(default_factory=dict)
     verdict: Verdict | None = None
     scored: Row | None = None
+    by_text: dict[str, dict[str, Row]] = field(default_factory=dict)
+    full_tpot: Row | None = None
 
     def value(self, metric: str) -> float | None:
         row = self.numbers.get(metric)
@@ -56,6 +65,12 @@ class MethodNumbers:
     def held(self) -> float | None:
         """Bytes that the scored cache of one sequence holds."""
         return size_of(self.scored)
+
+    @property
+    def speed(self) -> float | None:
+        """Time per output token over that of the full cache in the same run; None without both."""
+        own, full = self.value("tpot_p50_ms"), None if self.full_tpot is None else self.full_tpot.value
+        return own / full if own is not None and full else None
 
     @property
     def traits(self) -> Traits:
@@ -70,7 +85,7 @@ class Group:
     """The methods measured on one model, precision and device.
 
     members: all but the baseline. contexts: for each measure, and for `bytes`, the context of its numbers. lengths:
-    prompt lengths at which the full cache finds the needles.
+    prompt lengths at which the full cache finds the needles. dataset: of the perplexity.
     """
 
     row: Row
@@ -78,6 +93,7 @@ class Group:
     members: list[MethodNumbers] = field(default_factory=list)
     contexts: dict[str, int] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    dataset: str | None = None
 
     @property
     def everyone(self) -> list[MethodNumbers]:
@@ -89,6 +105,13 @@ class Group:
         if self.baseline is None or not self.baseline.held or not member.held:
             return None
         return self.baseline.held / member.held
+
+    def times_smaller_16(self, member: MethodNumbers) -> float | None:
+        """Bytes of a full cache in 16 bits over bytes of the method, as measured or from the full cache's bytes."""
+        if (measured := member.value("x_smaller")) is not None:
+            return measured
+        times, item = self.times_smaller(member), ITEM_BYTES.get(str(self.row.dtype))
+        return None if times is None or item is None else times * 2 / item
 
 
 def groups_of(rows: Sequence[Row], evidence: WindowEvidence = NO_EVIDENCE) -> list[Group]:
@@ -132,8 +155,10 @@ def _group(rows: list[Row], names: dict[Config, str]) -> Group:
     group.members = [one for one in found.values() if not is_baseline(one.row)]
     _take(group, found, rows, "perplexity", (*QUALITY, *WHILE_SCORED, *METRICS))
     _take_scored(group, found, rows)
+    _take_texts(group, found, rows)
     _take(group, found, rows, "memory", BYTES)
     _take(group, found, rows, "latency", SPEED)
+    _take_full_times(group, found, rows)
     _take_needles(group, found, rows)
     order = list(dict.fromkeys(display_name(member.row) for member in group.members))
     # Methods without a number come last; the budgets of a method stand together.
@@ -148,6 +173,9 @@ def _take(
     lines = lines_of(rows, measure)
     known = [line for line in lines if any(line.get(metric) for metric in metrics) and line.row.context is not None]
     known = [line for line in known if line.row.protocol == PROTOCOL] or known
+    if measure == "perplexity":
+        group.dataset = main_dataset(known)
+        known = [line for line in known if line.row.dataset == group.dataset]
     bases = [line.row.context for line in known if line.baseline] or [line.row.context for line in known]
     if not bases:
         return
@@ -187,14 +215,36 @@ def _take_scored(group: Group, found: dict[Config, MethodNumbers], rows: list[Ro
         group.contexts["bytes"] = context
 
 
+def _take_texts(group: Group, found: dict[Config, MethodNumbers], rows: list[Row]) -> None:
+    """Perplexity rows on other data sets than the group's own, at the longest context of each."""
+    lines = [line for line in lines_of(rows, "perplexity") if line.row.context is not None]
+    lines = [line for line in lines if line.row.protocol == PROTOCOL] or lines
+    for line in sorted(lines, key=lambda line: line.row.context or 0):
+        own = {metric: row for metric in (*QUALITY, *WHILE_SCORED) if (row := line.get(metric)) is not None}
+        if own and line.row.dataset is not None:
+            found[config_of(line.row)].by_text[line.row.dataset] = own
+
+
+def _take_full_times(group: Group, found: dict[Config, MethodNumbers], rows: list[Row]) -> None:
+    """Beside each time per output token that of the full cache in the same run, at the same context and batch."""
+    timed = [row for row in rows if row.metric == "tpot_p50_ms" and is_baseline(row) and row.value]
+    places = {(row.run, row.context, row.batch): row for row in timed}
+    for one in found.values():
+        if (own := one.numbers.get("tpot_p50_ms")) is not None:
+            one.full_tpot = places.get((own.run, own.context, own.batch))
+
+
 def _take_needles(group: Group, found: dict[Config, MethodNumbers], rows: list[Row]) -> None:
     """Hits by length over the tasks that the full cache solves at that length; of a single task its own rows."""
     lines = [line for line in lines_of(rows, "needle", by_context=False) if line.row.question in (None, "after")]
     solved: dict[tuple[int, str | None], Row] = {}
     tasks: dict[Config, dict[tuple[int, str | None], Row]] = {}
+    beyond: dict[Config, dict[tuple[int, str | None], Row]] = {}
     for line in lines:
         pooled = {(length, line.row.protocol): row for length, row in _pooled(line).items()}
         tasks.setdefault(config_of(line.row), {}).update(pooled)
+        apart = {(row.context or 0, row.protocol): row for row in line.cells.values() if _is_beyond_recent(row)}
+        beyond.setdefault(config_of(line.row), {}).update(apart)
         if line.baseline:
             solved |= {place: row for place, row in pooled.items() if (row.value or 0) >= INFORMATIVE}
     group.lengths = sorted({length for length, _ in solved})
@@ -205,6 +255,15 @@ def _take_needles(group: Group, found: dict[Config, MethodNumbers], rows: list[R
                 found[config].hits[length] = _over_tasks([of_task[place] for place in wanted])
         if group.lengths and group.lengths[-1] in found[config].hits:
             found[config].numbers["hit_rate"] = found[config].hits[group.lengths[-1]]
+            longest = [place for place in solved if place[0] == group.lengths[-1]]
+            if all(place in beyond[config] for place in longest):
+                apart_rows = [beyond[config][place] for place in longest]
+                found[config].numbers[BEYOND_RECENT] = replace(_over_tasks(apart_rows), metric=BEYOND_RECENT)
+
+
+def _is_beyond_recent(row: Row) -> bool:
+    """The row counts the needles of all depths that lay before the newest tokens."""
+    return row.metric == BEYOND_RECENT and row.depth is None and row.value is not None and bool(row.n)
 
 
 def _over_tasks(rows: list[Row]) -> Row:

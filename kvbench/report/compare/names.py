@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from kvbench.report.compare.comparison import Config, config_of, other_knobs
+from kvbench.report.compare.comparison import Config, config_of, other_knobs, sees_future
 from kvbench.results.row import KNOBS, Row
 
 LABEL_FORMATS = {
@@ -23,8 +23,19 @@ LABEL_FORMATS = {
 """How a knob's value is written in a label; knobs that are not listed here as `name=value`."""
 
 
+SEES_FUTURE = "sees the future"
+
+
 def display_name(row: Row) -> str:
-    """`h2o` where the store is dense or the method's own (kivi in kivi4), `h2o+int4` otherwise."""
+    """`h2o` where the store is dense or the method's own (kivi in kivi4), `h2o+int4` otherwise.
+
+    A method that sees the future says so: `hindsight (sees the future)`.
+    """
+    name = _name(row)
+    return f"{name} ({SEES_FUTURE})" if sees_future(row) else name
+
+
+def _name(row: Row) -> str:
     method, store = row.method or "?", row.store or "dense"
     if store == "dense" or method.startswith(store):
         return method

@@ -11,14 +11,15 @@ from kvbench.report.compare.window_verdicts import MARGIN_TEXT, NO_SAMPLES
 from kvbench.results.paired import FEWEST_UNITS, Verdict
 from kvbench.results.row import Row
 
-FEWEST_NEEDLES = 10
 WEIGHTS_WORDS = {"trained": "trained", "repeated": "heads repeated", "pooled": "heads mean-pooled", "random": "random"}
 """Where a model's weights come from, as tables show it."""
-
-
-def losses(member: MethodNumbers, base: MethodNumbers) -> list[str]:
-    """Where a method is worse than the full cache: NLL by its windows, needles by their intervals; empty if nowhere."""
-    return [*higher_nll(member), *fewer_needles(member, base)]
+WEIGHTS_REASONS = {
+    "trained": None,
+    "repeated": "heads repeated: the same logits from a larger cache than the model's own",
+    "pooled": "heads mean-pooled without training",
+    "random": "random weights",
+}
+"""Why the quality of such a model is not judged."""
 
 
 def higher_nll(member: MethodNumbers) -> list[str]:
@@ -33,30 +34,20 @@ def fewer_needles(member: MethodNumbers, base: MethodNumbers) -> list[str]:
     for length, row in member.hits.items():
         full = base.hits.get(length)
         if full is not None and None not in (row.high, full.low) and row.high < full.low:  # type: ignore[operator]
-            found.append(f"{_hits(row)} needles at {length:,} tokens against {_hits(full)}")
+            found.append(f"{hits_of_row(row)} needles at {length:,} tokens against {hits_of_row(full)}")
     return found
 
 
-def not_judged(member: MethodNumbers, *, needle: bool = False) -> str | None:
-    """Why a method without `losses` is not shown to be within the margin of the full cache; None if it is shown."""
+def not_judged(member: MethodNumbers) -> str | None:
+    """Why the NLL of a method that is not worse is not shown within the margin of the full cache; None if it is."""
     loss, engaged = member.numbers.get("nll_minus_full"), member.numbers.get("engaged")
-    if (reason := _untrained(member.row)) is not None:
+    if (reason := WEIGHTS_REASONS[weights_of(member.row)]) is not None:
         return reason
-    if member.held is None:
-        return "the bytes of its scored cache were not measured"
     if loss is None or loss.value is None:
         return "its loss against the full cache was not measured"
     if engaged is not None and not engaged.value:
         return "it never evicted or quantised anything"
-    if (reason := _no_verdict(member.verdict)) is not None:
-        return reason
-    if needle:
-        hits = member.numbers.get("hit_rate")
-        if hits is None:
-            return "its needles were not measured at the longest length"
-        if (hits.n or 0) < FEWEST_NEEDLES:
-            return f"fewer than {FEWEST_NEEDLES} needles were hidden"
-    return None
+    return _no_verdict(member.verdict)
 
 
 def _no_verdict(verdict: Verdict | None) -> str | None:
@@ -72,23 +63,6 @@ def _no_verdict(verdict: Verdict | None) -> str | None:
     if verdict.kind == "not_enough_data":
         return f"its windows show neither a loss nor that the loss stays below {MARGIN_TEXT}"
     return None
-
-
-def windows_needed(member: MethodNumbers) -> str:
-    """`h2o 256 (32 windows; about 60 needed)` where the verdict needs more than the fewest windows, else the label."""
-    verdict = member.verdict
-    if verdict is None or verdict.kind != "not_enough_data" or (verdict.needed or 0) <= FEWEST_UNITS:
-        return member.label
-    return f"{member.label} {verdict.text().removeprefix('not enough data ')}"
-
-
-def _untrained(row: Row) -> str | None:
-    return {
-        "trained": None,
-        "repeated": "heads repeated: the same logits from a larger cache than the model's own",
-        "pooled": "heads mean-pooled without training",
-        "random": "random weights",
-    }[weights_of(row)]
 
 
 def loss_text(row: Row) -> str:
@@ -110,12 +84,12 @@ def judged_loss(member: MethodNumbers, loss: Row) -> str:
 
 
 def bytes_text(member: MethodNumbers, group: Group) -> str:
-    """`13.2 MiB (3.81x smaller)`"""
+    """`13.2 MiB (1.90x smaller than 16-bit)`: than a full cache in 16 bits."""
     if member.held is None:
         return "–"
     unit, form = number_text.in_bytes([member.held])
-    times = group.times_smaller(member)
-    return f"{form(member.held)} {unit}" + (f" ({times_text(times)} smaller)" if times else "")
+    times = group.times_smaller_16(member)
+    return f"{form(member.held)} {unit}" + (f" ({times_text(times)} smaller than 16-bit)" if times else "")
 
 
 def times_text(times: float) -> str:
@@ -126,26 +100,9 @@ def times_text(times: float) -> str:
 def hits_text(member: MethodNumbers | None) -> str:
     """Hits over needles at the longest length."""
     row = member.numbers.get("hit_rate") if member is not None else None
-    return "–" if row is None else _hits(row)
+    return "–" if row is None else hits_of_row(row)
 
 
-def _hits(row: Row) -> str:
+def hits_of_row(row: Row) -> str:
+    """`11/12` from a hit rate."""
     return f"{(row.value or 0) * (row.n or 0):.10g}/{row.n}"
-
-
-def numbers_of(member: MethodNumbers, group: Group) -> str:
-    """Bytes, loss, KL, needles and time per output token of a method, in one line."""
-    parts = [f"holds {bytes_text(member, group)}"]
-    context = group.contexts.get("bytes")
-    if context:
-        parts[0] += f" at {context:,} tokens"
-    if (loss := member.numbers.get("nll_minus_full")) is not None:
-        parts.append(judged_loss(member, loss))
-    if (kl := member.value("kl")) is not None:
-        parts.append(f"KL {number_text.small(kl)}")
-    if "hit_rate" in member.numbers:
-        parts.append(f"needles {hits_text(member)}")
-    tpot, base = member.value("tpot_p50_ms"), group.baseline.value("tpot_p50_ms") if group.baseline else None
-    if tpot is not None and base is not None:
-        parts.append(f"TPOT {number_text.significant(tpot)} ms (full {number_text.significant(base)})")
-    return ", ".join(parts)

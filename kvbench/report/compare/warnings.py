@@ -18,7 +18,10 @@ from kvbench.report.compare.comparison import (
 )
 from kvbench.report.compare.names import heads_text, labels, name_list, short_model
 from kvbench.report.compare.needle_hits import hits_of, uninformative_places
+from kvbench.report.compare.texts import split_by_text
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.results.loading import Loaded
+from kvbench.results.paired import FEWEST_UNITS
 from kvbench.results.row import FLAGS, GRAPH, Row, flags_of, is_exact
 
 MOST_NAMES = 12
@@ -26,6 +29,8 @@ MOST_NAMES = 12
 SHOWN_FLAGS = {"not_finite": "not finite", "beyond_positions": "beyond positions"}
 """Flags that become a warning as they are, with its kind."""
 WARNED_FLAGS = {*SHOWN_FLAGS, "better_than_full", "uninformative", "unsteady", "not_engaged"}
+GAPS = ("gap_closed_kl", "gap_closed_nll")
+"""Metrics whose value may be missing for the reason in their note."""
 FAULT = "beyond the interval; look for a fault before believing it"
 
 
@@ -37,17 +42,20 @@ class ReportWarning:
     text: str
 
 
-def find_warnings(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None = None) -> list[ReportWarning]:
+def find_warnings(
+    rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]] | None = None, evidence: WindowEvidence = NO_EVIDENCE
+) -> list[ReportWarning]:
     """All warnings that follow from the rows and from the status of their run folders.
 
-    runs: for each run folder's name the content of its status.json.
+    runs: for each run folder's name the content of its status.json. evidence: windows that tell whether a method scores
+    above the full cache; without them the interval of a row serves, if its units are windows.
     """
     names = labels(rows)
     found = [
         *_runs(runs or {}),
         *_merged(_not_measured(rows), names),
         *_merged(_not_engaged(rows), names),
-        *_better_than_full(rows, names),
+        *_better_than_full(rows, names, evidence),
         *_uninformative(rows),
         *_merged(_unsteady(rows), names),
         *_merged(_flagged(rows), names),
@@ -102,7 +110,7 @@ def _not_measured(rows: Iterable[Row]) -> Iterable[AboutRow]:
     for row in rows:
         if row.status != "ok":
             yield row.status, row, _one_line(row.note or "no reason recorded")
-        elif row.metric is not None and row.value is None and row.metric != "engaged":
+        elif row.metric is not None and row.value is None and row.metric not in ("engaged", *GAPS):
             yield "not a number", row, f"{row.metric} is undefined or infinite"
 
 
@@ -119,13 +127,17 @@ def _not_engaged(rows: Iterable[Row]) -> Iterable[AboutRow]:
             yield "hardly engaged", row, f"only {share} of the scored tokens followed an eviction or a quantisation"
 
 
-def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Iterable[ReportWarning]:
+def _better_than_full(
+    rows: Sequence[Row], names: Mapping[Config, str], evidence: WindowEvidence
+) -> Iterable[ReportWarning]:
     kind = "better than full"
     flagged: set[tuple[Any, ...]] = set()
-    for row in rows:
+    for row in split_by_text(rows)[0]:
         if row.metric == "nll_minus_full" and row.status == "ok":
-            if row.high is not None and row.high < 0:
+            if _below_full(row, evidence):
                 yield ReportWarning(kind, f"{_where(row, names)}: NLL below the full cache's, {FAULT}")
+        elif row.measure == "perplexity":
+            continue  # judged by nll_minus_full
         elif "better_than_full" in flags_of(row) and row.measure == "needle":
             flagged.add((config_of(row), row.context, row.depth))
             yield ReportWarning(kind, _more_needles(row, names))
@@ -142,6 +154,14 @@ def _better_than_full(rows: Sequence[Row], names: Mapping[Config, str]) -> Itera
             beyond = bounds[0] > bounds[1]  # type: ignore[operator]
             if beyond and (config_of(row), row.context, row.depth) not in flagged:
                 yield ReportWarning(kind, _more_needles(row, names))
+
+
+def _below_full(row: Row, evidence: WindowEvidence) -> bool:
+    """The NLL lies below the full cache's over 10 windows or more; an interval over blocks of tokens shows nothing."""
+    verdict = evidence.verdict_of(row)
+    if verdict is not None:
+        return verdict.n >= FEWEST_UNITS and verdict.high < 0
+    return row.high is not None and row.high < 0 and "few_windows" not in flags_of(row)
 
 
 def _more_needles(row: Row, names: Mapping[Config, str]) -> str:
@@ -262,8 +282,9 @@ def remarks(rows: Iterable[Row]) -> list[ReportWarning]:
 
 
 def _is_remark(carriers: Sequence[Row]) -> bool:
-    """True if the baseline carries the note as well, or if flags of its rows give a warning already."""
-    return any(is_baseline(row) or flags_of(row) & WARNED_FLAGS for row in carriers)
+    """True if the baseline carries the note as well, if flags of its rows give a warning, or if it explains a gap."""
+    known = any(is_baseline(row) or flags_of(row) & WARNED_FLAGS for row in carriers)
+    return known or all(row.metric in GAPS for row in carriers)
 
 
 def _by_note(rows: Iterable[Row]) -> dict[str, list[Row]]:

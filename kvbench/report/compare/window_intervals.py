@@ -10,7 +10,7 @@ from kvbench.results.paired import interval
 from kvbench.results.row import Row
 
 DIFFERENCE = "nll_minus_full"
-KL = "kl"
+SCORES = ("kl", "top1")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ NO_INTERVALS = WindowIntervals()
 
 
 def window_intervals(samples: Iterable[WindowSample]) -> WindowIntervals:
-    """Intervals of the paired NLL difference and of KL, with the window as the unit."""
+    """Intervals of the paired NLL difference, and of KL and top-1 agreement, with the window as the unit."""
     values: dict[tuple[WindowKey, str], dict[str, float]] = {}
     for sample in samples:
         key = window_key(sample.row)
         values.setdefault((key, DIFFERENCE), {})[sample.window] = sample.difference
-        if sample.kl is not None:
-            values.setdefault((key, KL), {})[sample.window] = sample.kl
+        for name in SCORES:
+            if name in sample.scores:
+                values.setdefault((key, name), {})[sample.window] = sample.scores[name]
     found = {key: (interval(list(own.values())), len(own)) for key, own in values.items()}
     return WindowIntervals({key: (*bounds, n) for key, (bounds, n) in found.items() if bounds is not None})

@@ -6,13 +6,14 @@ verdict is made from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvbench.report.compare.comparison import is_baseline
 from kvbench.report.compare.method_families import LARGEST, MethodFamily, families_of
-from kvbench.report.compare.window_samples import MethodWindows, WindowKey, WindowSample, by_method, window_key
-from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict, verdicts
+from kvbench.report.compare.window_samples import MethodWindows, WindowKey, WindowSample, by_method, by_text, window_key
+from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict, verdict, verdicts
 from kvbench.results.row import Row
 
 MARGIN_TEXT = f"{MARGIN:g} nats"
@@ -32,18 +33,48 @@ NO_SAMPLES = "its windows are not in samples.jsonl, and an interval over 16-toke
 class WindowEvidence:
     """What the windows show. windows, verdicts: by `window_key`; empty without samples.
 
-    families: methods that were compared with each other. best: keys of the best methods of each family.
+    windows: of methods, over all texts of a run. single: of methods, on one text of a run over several. full: of the
+    full cache. families: methods that were compared with each other. best: keys of the best methods of each family.
     """
 
     windows: Mapping[WindowKey, MethodWindows] = field(default_factory=dict)
     verdicts: Mapping[WindowKey, Verdict] = field(default_factory=dict)
     families: tuple[MethodFamily, ...] = ()
     best: frozenset[WindowKey] = frozenset()
+    single: Mapping[WindowKey, MethodWindows] = field(default_factory=dict)
+    full: Mapping[WindowKey, MethodWindows] = field(default_factory=dict)
 
     def verdict_of(self, row: Row | None) -> Verdict | None:
         """The verdict for the method, context and protocol of a row; None without samples."""
         found = (self.verdicts.get(key) for key in _keys(row)) if row is not None else iter(())
         return next((verdict for verdict in found if verdict is not None), None)
+
+    def windows_of(self, row: Row | None) -> MethodWindows | None:
+        """The windows behind a row of perplexity, of a method or of the full cache; None without samples."""
+        for key in _keys(row) if row is not None else ():
+            for known in (self.windows, self.single, self.full):
+                if key in known:
+                    return known[key]
+        return None
+
+    def verdict_on(self, row: Row, texts: Collection[str] = (), margin: float = MARGIN) -> Verdict | None:
+        """The verdict for a row's method at a margin in nats; over the windows of some texts of its run together.
+
+        texts: empty stands for all. None without such windows.
+        """
+        if not texts and margin == MARGIN:
+            return self.verdict_of(row)
+        differences = {name: each for method in self._parts(row, texts) for name, each in method.differences.items()}
+        return verdict(list(differences.values()), margin) if differences else None
+
+    def kl_on(self, row: Row, texts: Collection[str]) -> float | None:
+        """Mean KL over the windows of some texts of a run; None where it was not recorded."""
+        values = {name: each for method in self._parts(row, texts) for name, each in method.kl.items()}
+        return sum(values.values()) / len(values) if values else None
+
+    def _parts(self, row: Row, texts: Collection[str]) -> list[MethodWindows]:
+        parts = [self.windows_of(replace(row, dataset=text)) for text in texts] if texts else [self.windows_of(row)]
+        return [part for part in parts if part is not None]
 
     def is_best(self, row: Row) -> bool:
         """The method belongs to the best ones of its budget and decode mode."""
@@ -71,12 +102,16 @@ def _keys(row: Row) -> tuple[WindowKey, WindowKey]:
 
 def evidence_of(samples: Iterable[WindowSample]) -> WindowEvidence:
     """Gather the windows of each method, give its verdict, and compare the methods with each other."""
-    windows = by_method(samples)
-    given = verdicts([list(method.differences.values()) for method in windows.values()])
+    known = list(samples)
+    measured = [sample for sample in known if not is_baseline(sample.row)]
+    windows, single = by_method(measured), by_text(measured)
+    both = single | windows
+    given = verdicts([list(method.differences.values()) for method in both.values()])
     families = families_of(windows)
     marked = ((family, place) for family in families if family.marks_best for place in family.best)
     best = frozenset(window_key(family.rows[place]) for family, place in marked)
-    return WindowEvidence(windows, dict(zip(windows, given, strict=True)), tuple(families), best)
+    full = by_method(sample for sample in known if is_baseline(sample.row))
+    return WindowEvidence(windows, dict(zip(both, given, strict=True)), tuple(families), best, single, full)
 
 
 def verdict_cell(verdict: Verdict | None) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.report.compare.declared import shipped_config, shipped_measures, shipped_settings
-from kvbench.results.row import KNOBS, Row
+from kvbench.report.compare.declared import shipped_measures, shipped_settings
+from kvbench.report.compare.method_settings import COLUMNS, method_settings
+from kvbench.results.row import Row
 
-COLUMNS = tuple(name for name in KNOBS if name not in ("method", "store", "knobs"))
 LEFT_OUT = (*COLUMNS, "method", "store", "compare", "measure", "seed", "rerun", "results_dir", "sweep")
 """Settings of a sweep that the command for one line sets itself or does not need."""
 CONTEXT_SETTINGS = ("context", "contexts", "lengths")
@@ -67,7 +66,7 @@ def command_of(row: Row, run: RecordedRun) -> str | None:
     if row.context is not None and (found := run.context_setting(row.measure)) is not None:
         name, is_list = found
         settings[name] = f"[{row.context}]" if is_list else str(row.context)
-    method = _method(row)
+    method = method_settings(row)
     rest = [f"{key}={value}" for key, value in settings.items() if key not in method]
     if "experiment" in settings:
         rest.append("compare=null")  # else the experiment's list replaces the method
@@ -80,19 +79,3 @@ def _is_needed(word: str, other_measures: frozenset[str]) -> bool:
     key = word.split("=", 1)[0].lstrip("+")
     root = key.split(".", 1)[0]
     return "=" in word and root not in LEFT_OUT and not root.startswith("hydra") and root not in other_measures
-
-
-def _method(row: Row) -> dict[str, str]:
-    """The method and all its knobs, as settings of the command line."""
-    settings: dict[str, Any] = {"method": row.method}
-    if row.store not in (None, "dense", row.method):
-        settings["store"] = row.store
-    for name in COLUMNS:
-        value = getattr(row, name)
-        if value is not None and not (name in ("k_bits", "v_bits") and value == row.bits):
-            settings[name] = value
-    others = json.loads(row.knobs) if row.knobs else {}
-    settings |= {key: value for key, value in others.items() if key in shipped_config() and value is not None}
-    if row.seed:
-        settings.setdefault("seed", row.seed)
-    return {key: f"{value:.10g}" if isinstance(value, float) else str(value) for key, value in settings.items()}

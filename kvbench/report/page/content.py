@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.report.advice.advice import Advice
-from kvbench.report.advice.scenarios import advise
+from kvbench.report.advice.answer_card import answer_card
+from kvbench.report.advice.banner import Banner, banner
+from kvbench.report.advice.card import AnswerCard
+from kvbench.report.advice.hindsight import hindsight_findings
 from kvbench.report.advice.summary import summary
-from kvbench.report.compare.comparison import measures_of
+from kvbench.report.compare.comparison import is_baseline, measures_of
 from kvbench.report.compare.methods import groups_of
 from kvbench.report.compare.names import short_model
+from kvbench.report.compare.texts import split_by_text
 from kvbench.report.compare.warnings import ReportWarning, find_warnings, remarks
-from kvbench.report.compare.window_samples import read_samples
+from kvbench.report.compare.window_samples import read_windows
 from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.figures.all_figures import DrawnFigure, draw_all
 from kvbench.report.page.commands import RecordedRun
@@ -30,13 +33,17 @@ from kvbench.results.run_files import read_metrics, read_provenance, read_status
 
 @dataclass
 class Report:
-    """The content of a page. runs: by the name of the run folder, and by the name that its rows carry."""
+    """The content of a page. runs: by the name of the run folder, and by the name that its rows carry.
+
+    card: None without a method.
+    """
 
     title: str
     size: str
     summary: list[str]
     warnings: list[ReportWarning]
-    advice: list[Advice]
+    banner: Banner
+    card: AnswerCard | None
     tables: list[Table]
     traits: Table | None
     figures: list[DrawnFigure]
@@ -50,42 +57,51 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
     provenance: dict[str, Mapping[str, Any]] = {run.name: read_provenance(run) for run in runs}
     configs = {run: read_config(run) for run in runs}
     headlines = recorded_headlines(configs.values())
-    samples = read_samples(runs)
-    evidence = evidence_of(samples)
+    windows = read_windows(runs)
+    evidence = evidence_of(windows)
     groups = groups_of(rows, evidence)
     head = overview(groups, headlines, evidence)
     measured = [group for group in groups if group.members]
+    samples = [sample for sample in windows if not is_baseline(sample.row)]
+    folders = _folders_of_rows(runs)
     return Report(
         title=_title(rows),
         size=_size(rows, len(runs), measures_of(rows, reading_order(headlines))),
-        summary=summary(groups),
-        warnings=find_warnings(rows, {run.name: read_status(run) for run in runs}),
-        advice=advise(groups),
+        summary=[*summary(groups), *hindsight_findings(evidence)],
+        warnings=find_warnings(rows, {run.name: read_status(run) for run in runs}, evidence),
+        banner=banner(rows, groups, evidence, {name: provenance[run.name] for name, run in folders.items()}),
+        card=answer_card(groups, evidence),
         tables=[
             *([head] if head is not None else []),
             *build_tables(rows, headlines, evidence),
             *published_tables(configs.values(), rows),
         ],
         traits=traits_table(measured),
-        figures=draw_all(rows, out, samples, runs, evidence.families),
+        figures=draw_all(split_by_text(rows)[0], out, samples, runs, evidence.families),
         remarks=remarks(rows),
-        runs=_recorded(configs, provenance),
+        runs=_recorded(configs, provenance, folders),
         provenance=provenance,
     )
 
 
+def _folders_of_rows(runs: Sequence[Path]) -> dict[str, Path]:
+    """The folder of each run by the name that its rows carry: published folders are renamed."""
+    found: dict[str, Path] = {}
+    for run in runs:
+        metrics = read_metrics(run)
+        names = [] if metrics is None else metrics["run"].unique().to_pylist()
+        found |= {name: run for name in names if name is not None and name not in found}
+    return found
+
+
 def _recorded(
-    configs: Mapping[Path, Mapping[str, Any]], provenance: Mapping[str, Mapping[str, Any]]
+    configs: Mapping[Path, Mapping[str, Any]], provenance: Mapping[str, Mapping[str, Any]], folders: Mapping[str, Path]
 ) -> dict[str, RecordedRun]:
-    """Command and config of each run, also under the name that its rows carry: published folders are renamed."""
+    """Command and config of each run, also under the name that its rows carry."""
     found = {
         run.name: RecordedRun(str(provenance[run.name].get("command") or ""), config) for run, config in configs.items()
     }
-    for run in configs:
-        if (metrics := read_metrics(run)) is not None:
-            names = metrics["run"].unique().to_pylist()
-            found |= {name: found[run.name] for name in names if name is not None and name not in found}
-    return found
+    return {name: found[run.name] for name, run in folders.items()} | found
 
 
 def _title(rows: Sequence[Row]) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from kvbench.report.advice.advice import Advice, advised_groups
 from kvbench.report.compare.comparison import is_baseline
 from kvbench.report.compare.method_kinds import FAMILIES, family_of
-from kvbench.report.compare.methods import group_name
 from kvbench.report.compare.names import knob_text
 from kvbench.report.compare.warnings import ReportWarning
 from kvbench.report.figures.all_figures import DrawnFigure
@@ -65,7 +63,6 @@ def report_html(report: Report, folder: Path) -> str:
         warnings=_by_kind(report.warnings),
         no_warnings=NO_WARNINGS,
         reading=" ".join(READING.split()),
-        settings=_by_setting(report.advice),
         head=[table for table in tables if table["name"] == "overview"],
         tables=[table for table in tables if table["name"] != "overview"],
         lead=[_embedded(figure, folder) for figure in figures if figure.lead],
@@ -142,16 +139,6 @@ def _by_kind(warnings: Iterable[ReportWarning]) -> list[dict[str, Any]]:
         {"kind": kind, "texts": texts[:MOST_LINES], "count": len(texts), "open": len(texts) <= OPEN_LINES}
         for kind, texts in kinds.items()
     ]
-
-
-def _by_setting(advice: Sequence[Advice]) -> list[tuple[str, list[Advice]]]:
-    """Advice under the name of its group, which is empty if there is only one."""
-    groups = advised_groups(advice)
-    settings: dict[str, list[Advice]] = {}
-    for one in advice:
-        several = len(groups) > 1 and one.key != "architecture"
-        settings.setdefault(group_name(one.group, groups) if several else "", []).append(one)
-    return sorted(settings.items(), key=lambda item: item[0] == "")
 
 
 def _shown(table: Table, runs: Mapping[str, RecordedRun]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.report.advice.advice import Advice, advised_groups
-from kvbench.report.compare.methods import group_name
 from kvbench.report.compare.warnings import ReportWarning
 from kvbench.report.figures.all_figures import DrawnFigure
+from kvbench.report.page.card_markdown import banner_markdown, card_markdown, safe
 from kvbench.report.page.content import Report
 from kvbench.report.page.pages import DETAILS, split_figures, split_tables
 from kvbench.report.page.table_files import to_markdown
@@ -39,9 +38,10 @@ def report_markdown(report: Report) -> str:
     sections = [
         f"# {report.title}",
         report.size,
+        banner_markdown(report.banner),
+        card_markdown(report.card) if report.card is not None else "",
         "## Warnings\n\n" + (_listed(report.warnings) or NO_WARNINGS),
-        "## Summary\n\n" + "\n".join(f"- {_safe(sentence)}" for sentence in report.summary) if report.summary else "",
-        "## Advice\n\n" + _advice(report.advice) if report.advice else "",
+        "## Summary\n\n" + "\n".join(f"- {safe(sentence)}" for sentence in report.summary) if report.summary else "",
         "## Figures\n\n" + _figures(figures) if figures else "",
         *_tables(tables),
         f"More figures and tables: [{DETAILS}.md]({DETAILS}.md)." if further else "",
@@ -109,28 +109,8 @@ def _alt(text: str) -> str:
     return text.replace("[", "(").replace("]", ")").replace("\n", " ")
 
 
-def _advice(advice: Sequence[Advice]) -> str:
-    groups = advised_groups(advice)
-    parts = []
-    for one in advice:
-        several = len(groups) > 1 and one.key != "architecture"
-        where = f" ({_safe(group_name(one.group, groups))})" if several else ""
-        lines = [f"**{one.title}**{where} — {one.need}: **{_safe(one.headline)}**", ""]
-        lines += [f"- {_safe(reason)}" for reason in one.reasons]
-        lines += [f"- *not shown by the data:* {_safe(limit)}" for limit in one.limits]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
 def _listed(warnings: Sequence[ReportWarning]) -> str:
-    return "\n".join(f"- **{warning.kind}**: {_safe(warning.text)}" for warning in warnings)
-
-
-def _safe(text: str) -> str:
-    """Text from outside (error messages, notes) with the signs of Markdown escaped."""
-    for sign in ("\\", "`", "*", "_", "<", "[", "]"):
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    return "\n".join(f"- **{warning.kind}**: {safe(warning.text)}" for warning in warnings)
 
 
 def machine_text(known: Mapping[str, Any]) -> str:

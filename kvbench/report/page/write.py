@@ -7,6 +7,8 @@ from pathlib import Path
 
 from kvbench.files import write_atomic
 from kvbench.report.compare.warnings import lost_rows
+from kvbench.report.compare.window_samples import read_windows
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.page.content import build_report
 from kvbench.report.page.html import changes_html, details_html, has_details, report_html
 from kvbench.report.page.markdown import details_markdown, report_markdown
@@ -48,12 +50,13 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 def write_changes(old: Path, new: Path, out: Path) -> tuple[Table | None, str]:
     """Write against.html, .md, .csv and .tex into `out`; returns the table for a terminal and a sentence.
 
-    The table for a terminal holds at most MOST_LINES changes and none without an interval; the files hold all changes.
+    The table for a terminal holds at most MOST_LINES changes and none without a verdict; the files hold all changes.
     Raises UserError if one of the two paths holds no rows.
     """
     before, after = rows_of(load(old)), rows_of(load(new))
     headlines = recorded_headlines(read_config(run) for run in find_runs([old, new]))
-    found, same = changes(before, after, headlines)
+    windows = [evidence_of(read_windows(find_runs([path]))) for path in (old, new)]
+    found, same = changes(before, after, headlines, (windows[0], windows[1]))
     table = changes_table(found, [*before, *after])
     sentence = changes_sentence(found, same)
     out.mkdir(parents=True, exist_ok=True)
@@ -62,5 +65,5 @@ def write_changes(old: Path, new: Path, out: Path) -> tuple[Table | None, str]:
     write_atomic(out / "against.tex", to_latex(table))
     write_atomic(out / "against.md", f"# {title}\n\n{sentence}\n\n{to_markdown(table) if found else ''}")
     write_atomic(out / "against.html", changes_html(table if found else None, title, sentence))
-    shown = [change for change in found if change.kind != "no interval"][:MOST_LINES]
+    shown = [change for change in found if change.kind != "no verdict"][:MOST_LINES]
     return changes_table(shown, [*before, *after]) if shown else None, sentence

@@ -1,4 +1,10 @@
-"""Changes between two sweeps beyond the intervals: `python -m kvbench.report --against OLD NEW`."""
+"""Changes between two sweeps: `python -m kvbench.report --against OLD NEW`.
+
+Numbers of perplexity are compared by paired tests over the windows that both sweeps scored, corrected by Holm for the
+count of numbers. Below 10 such windows there is no verdict, because the intervals in rows then cover blocks of tokens.
+Times get none either: an interval over the steps of one process says nothing about another process. Other numbers
+differ if their intervals do not overlap; their units are prompts or documents.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +14,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from kvbench.report.compare.comparison import COMPARED, config_of
 from kvbench.report.compare.names import labels, short_model
 from kvbench.report.compare.number_text import interval, significant
+from kvbench.report.compare.window_samples import SCORES
+from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.report.tables.headlines import Recorded, better_of
 from kvbench.report.tables.table import Column, Table, text_column
+from kvbench.results.method_pairs import holm, pair_p_values
+from kvbench.results.paired import FEWEST_UNITS, LEVEL, MARGIN
 from kvbench.results.row import KNOBS, ROLES, Row
 
 KEY = (*COMPARED, "protocol", "context", *KNOBS, *ROLES["place"])
 """Rows of two sweeps that agree in these columns are the same number measured twice."""
+WINDOW_METRICS = {"ppl": "nll"} | {name: name for name in SCORES}
+"""For each metric of perplexity the score of a window that it is the mean of; nll_minus_full is another."""
+LEAST = 1e-4
+"""Nats, or share: the smallest change that counts. Rounding alone moves a mean by less."""
 COUNTED = ("bytes", "tokens", "positions", "bits", "x")
 """Units of numbers that are counted, so that any difference is a change."""
 NOTABLE = 0.05
-"""Relative change from which a number without an interval is listed."""
-Kind = Literal["worse", "better", "moved", "no interval", "status", "gone", "new"]
-ORDER: tuple[Kind, ...] = ("status", "worse", "better", "moved", "gone", "new", "no interval")
+"""Relative change from which a number without a verdict is listed; for numbers in nats the change is MARGIN."""
+Kind = Literal["worse", "better", "moved", "no verdict", "status", "gone", "new"]
+ORDER: tuple[Kind, ...] = ("status", "worse", "better", "moved", "gone", "new", "no verdict")
+Windows = tuple[WindowEvidence, WindowEvidence]
+"""What the windows of the old and of the new sweep show."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +59,57 @@ class Change:
         return found
 
 
-def changes(old: Sequence[Row], new: Sequence[Row], recorded: Recorded | None = None) -> tuple[list[Change], int]:
-    """Numbers that differ beyond their intervals, are new, gone or have another status; and how many are unchanged.
+def changes(
+    old: Sequence[Row],
+    new: Sequence[Row],
+    recorded: Recorded | None = None,
+    windows: Windows = (NO_EVIDENCE, NO_EVIDENCE),
+) -> tuple[list[Change], int]:
+    """Numbers that differ, are new, gone or have another status; and how many are unchanged.
 
     recorded: headlines from the configs of the run folders, which say whether low or high is better.
     """
     better = better_of(recorded)
     before, after = _by_key(old), _by_key(new)
+    both = [(before[key], after[key]) for key in before if key in after]
+    judged = _by_windows(both, windows)
     found: list[Change] = []
     same = 0
     for key in dict.fromkeys([*before, *after]):
         one, other = before.get(key), after.get(key)
         if one is None or other is None:
             found.append(Change("new" if one is None else "gone", one, other))
-        elif (kind := _kind(one, other, better)) is not None:
+        elif (kind := _kind(one, other, better, judged.get(id(other)))) is not None:
             found.append(Change(kind, one, other))
         else:
             same += 1
     found = _once_a_measure(found)
     return sorted(found, key=lambda change: ORDER.index(change.kind)), same
+
+
+def _by_windows(pairs: Sequence[tuple[Row, Row]], windows: Windows) -> dict[int, bool]:
+    """For rows of perplexity, by the id of the new one: whether they differ over 10 shared windows or more."""
+    differences: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for old, new in pairs:
+        scores = [_scores(row, evidence) for row, evidence in zip((old, new), windows, strict=True)]
+        shared = sorted(scores[0].keys() & scores[1].keys())
+        if len(shared) >= FEWEST_UNITS:
+            differences[id(new)] = np.array([[each[window] for window in shared] for each in scores])
+    p = holm(np.array([float(pair_p_values(each)[0]) for each in differences.values()]))
+    return {
+        key: bool(value < 1 - LEVEL and abs(float((each[1] - each[0]).mean())) > LEAST)
+        for (key, each), value in zip(differences.items(), p, strict=True)
+    }
+
+
+def _scores(row: Row, evidence: WindowEvidence) -> Mapping[str, float]:
+    """By window the score that the row is the mean of; empty where samples.jsonl does not record it."""
+    found = evidence.windows_of(row) if row.measure == "perplexity" and row.position is None else None
+    if found is None:
+        return {}
+    if row.metric == "nll_minus_full":
+        return found.differences
+    return found.scores.get(WINDOW_METRICS.get(str(row.metric), ""), {})
 
 
 def _by_key(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
@@ -74,18 +124,19 @@ def _by_key(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
     return found
 
 
-def _kind(old: Row, new: Row, better_of_metric: Mapping[str, str]) -> Kind | None:
+def _kind(old: Row, new: Row, better_of_metric: Mapping[str, str], judged: bool | None) -> Kind | None:
+    """judged: whether the two differ by their windows; None where that is not known."""
     if old.status != new.status:
         return "status"
     if old.value is None or new.value is None or old.value == new.value:
         return None if old.value == new.value else "status"
-    counted = old.unit in COUNTED
     bounds = (old.low, old.high, new.low, new.high)
-    if not counted and None in bounds:
-        change = abs(new.value - old.value) / max(abs(old.value), 1e-12)
-        return "no interval" if change > NOTABLE else None
-    if counted:
+    if old.unit in COUNTED:
         apart = not math.isclose(old.value, new.value, rel_tol=1e-9)
+    elif judged is not None:
+        apart = judged
+    elif old.measure in ("perplexity", "latency") or None in bounds:
+        return "no verdict" if _notable(old, new) else None
     else:
         apart = new.low > old.high or new.high < old.low  # type: ignore[operator]
     if not apart:
@@ -94,6 +145,11 @@ def _kind(old: Row, new: Row, better_of_metric: Mapping[str, str]) -> Kind | Non
     if better is None:
         return "moved"
     return "better" if (new.value < old.value) == (better == "low") else "worse"
+
+
+def _notable(old: Row, new: Row) -> bool:
+    change = abs((new.value or 0.0) - (old.value or 0.0))
+    return change > (MARGIN if old.unit == "nats" else NOTABLE * max(abs(old.value or 0.0), 1e-12))
 
 
 def _once_a_measure(found: list[Change]) -> list[Change]:
@@ -151,8 +207,8 @@ def _value(row: Row | None, whole: bool) -> str:
 
 
 def changes_sentence(found: Sequence[Change], same: int) -> str:
-    """`3 worse, 1 better, 120 numbers unchanged within their intervals.`"""
+    """`3 worse, 1 better, 120 numbers unchanged as far as the data show.`"""
     counts = Counter(change.kind for change in found)
-    words = {"no interval": "changed without an interval to judge by", "status": "with another status"}
+    words = {"no verdict": "changed without enough data for a verdict", "status": "with another status"}
     parts = [f"{counts[kind]} {words.get(kind, kind)}" for kind in ORDER if counts[kind]]
-    return ", ".join([*parts, f"{same:,} numbers unchanged within their intervals"]) + "."
+    return ", ".join([*parts, f"{same:,} numbers unchanged as far as the data show"]) + "."

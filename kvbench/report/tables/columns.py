@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.report.compare import number_text
-from kvbench.report.compare.comparison import Line, comparison_key, config_of, decode_of
+from kvbench.report.compare.comparison import Line, comparison_key, config_of, decode_of, sees_future
 from kvbench.report.compare.names import display_name, knob_text, short_model, varying_knobs, varying_other_knobs
+from kvbench.report.compare.warnings import GAPS
 from kvbench.report.compare.window_verdicts import HOW, NO_EVIDENCE, WindowEvidence, verdict_cell
 from kvbench.report.tables.table import Column, text_column
 from kvbench.results.headline import Format, Headline
@@ -153,7 +154,8 @@ def best_of(lines: Sequence[Line], headline: Headline, *, across_measures: bool 
     """In each setting the line, other than the baseline, whose upper bound is below every other lower bound.
 
     Bounds are turned where high is better. A number without an interval is never best, unless it is exact. Metrics of
-    perplexity are not marked here, because their intervals cover the scored windows only.
+    perplexity are not marked here, because their intervals cover the scored windows only. Methods that see the future
+    do not compete.
     across_measures: lines over several measures are compared within one model and device.
     """
     if headline.better is None:
@@ -162,7 +164,8 @@ def best_of(lines: Sequence[Line], headline: Headline, *, across_measures: bool 
     for index, line in enumerate(lines):
         row = line.get(headline.metric)
         sampled = row is not None and row.measure == "perplexity" and not headline.exact
-        if row is not None and row.value is not None and not line.baseline and not sampled:
+        competes = not line.baseline and not sees_future(line.row)
+        if row is not None and row.value is not None and competes and not sampled:
             setting = _setting(line, row, across_measures=across_measures)
             groups.setdefault(setting, []).append((*_bounds(row, headline), index))
     found = set()
@@ -202,6 +205,8 @@ def _cell(line: Line, metric: str, form: number_text.Format, *, compact: bool) -
     if len(values) > 1:  # over several contexts, as in the needle tables
         return f"{form(values[0])}–{form(values[-1])}"
     if row is None:
+        return "–"
+    if row.value is None and metric in GAPS:  # undefined, for the reason in its note
         return "–"
     if row.value is None or not math.isfinite(row.value):  # rows that were read from a file have None for both
         return "not finite"

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvbench.report.compare.comparison import Line, baseline_of, decode_of, lines_of, measures_of
 from kvbench.report.compare.names import display_name
+from kvbench.report.compare.texts import split_by_text
 from kvbench.report.compare.warnings import find_warnings
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
 from kvbench.report.tables.columns import (
@@ -51,8 +52,13 @@ def build_tables(
             caption = [*caption_of(lines, skip=("context",)), *constants, *repeats_text(lines)]
             tables += needle_tables(lines, identity, caption, columns)
             continue
-        lines = lines_of(rows, measure)
+        pooled, single = split_by_text([row for row in rows if row.measure == measure])
+        lines = lines_of(pooled, measure)
         tables.append(_measure_table(measure, lines, recorded, evidence))
+        if by_text := lines_of(single, measure):
+            table = _measure_table(measure, by_text, recorded, evidence)
+            name, title = f"{measure}_by_text", f"{table.title} by text"
+            tables.append(replace(table, name=name, title=title, terminal=False))
         if parts := _parts_table(measure, lines):
             tables.append(parts)
         if measure == "perplexity" and (pairs := method_pairs_table(evidence.families)):

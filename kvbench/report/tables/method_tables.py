@@ -30,6 +30,7 @@ SETTINGS_OF_A_MEASURE = tuple(name for name in IDENTITY if name not in (*MODEL_A
 QUALITY = (
     Headline("nll_minus_full", "ΔNLL", "signed", better="low"),
     Headline("kl", "KL", "small", better="low"),
+    Headline("gap_closed_kl", "gap closed", "percent", better="high"),
     Headline("top1", "top-1", "percent", better="high"),
     Headline("hit_rate", "needles", "percent", better="high"),
 )
@@ -102,6 +103,8 @@ def _line(member: MethodNumbers, group: Group) -> Line:
         numbers[HELD.metric] = held
         if (times := group.times_smaller(member)) is not None:
             numbers[SMALLER.metric] = replace(held, metric=SMALLER.metric, value=times, unit="x")
+        if (times := group.times_smaller_16(member)) is not None:
+            numbers.setdefault(SIXTEEN_BITS.metric, replace(held, metric=SIXTEEN_BITS.metric, value=times, unit="x"))
     cells: dict[Cell, Row] = {(metric, None, None): row for metric, row in numbers.items()}
     return Line(replace(member.row, context=None), cells)
 
@@ -165,7 +168,7 @@ def traits_table(groups: Sequence[Group]) -> Table | None:
 
 
 def _traits(member: MethodNumbers, group: Group) -> dict[str, str]:
-    traits, times = member.traits, group.times_smaller(member)
+    traits, times = member.traits, group.times_smaller_16(member)
     loss = member.numbers.get("nll_minus_full")
     return {
         "method": member.label,
@@ -174,6 +177,6 @@ def _traits(member: MethodNumbers, group: Group) -> dict[str, str]:
         "history": traits.history or "–",
         "size bounded": YES_NO[traits.bounded],
         "typical saving": traits.typical or "–",
-        "x smaller": "–" if times is None else times_text(times),
+        "x smaller than 16-bit": "–" if times is None else times_text(times),
         "at a ΔNLL of": "–" if loss is None else loss_text(loss),
     }

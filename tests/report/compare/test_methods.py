@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.report.advice.scenarios import advise
+from kvbench.report.advice.answer_card import answer_card
 from kvbench.report.compare.methods import group_name, groups_of
 from kvbench.report.compare.warnings import find_warnings
 from kvbench.report.tables.method_tables import overview
@@ -19,7 +19,8 @@ def test_layouts_are_compared_with_their_own_full_cache_and_random_weights_get_n
     assert [group.row.model for group in groups] == ["org/Toy-135M", "org/Latent", "org/Latent"]  # random weights last
     assert [group.times_smaller(group.members[0]) for group in groups[1:]] == [pytest.approx(5)] * 2
     assert [group_name(group, groups) for group in groups[1:]] == ["Latent, mla expand", "Latent, mla absorbed"]
-    assert {one.group.row.model for one in advise(groups)} == {"org/Toy-135M"}
+    card = answer_card(groups)
+    assert card is not None and {line.group.row.model for line in card.lines} == {"org/Toy-135M"}
     (told,) = [warning for warning in find_warnings(latents()) if warning.kind == "random weights"]
     assert told.text.startswith("org/Latent: ")
     assert not [warning for warning in find_warnings(latents()) if warning.kind == "missing"]
@@ -31,7 +32,7 @@ def test_retrieval_counts_the_tasks_that_the_full_cache_solves() -> None:
         found = [replace(row, protocol=name) for row in rows if row.measure == "needle"]
         return [replace(row, value=hits if row.metric == "hits" else hits / 4) for row in found]
 
-    int4, int8 = cache("full", 10, 0.001, **OTHER), cache("full", 20, 0.001, **ONE)
+    int4, int8 = cache("full", 10, 0.001, **OTHER), cache("full", 15, 0.001, **ONE)
     easy = FULL + int4 + int8
     hard = task(FULL, "hard", 1) + task(int4, "hard", 0) + task(int8, "hard", 0)
     (group,) = groups_of(easy + hard)
@@ -40,7 +41,7 @@ def test_retrieval_counts_the_tasks_that_the_full_cache_solves() -> None:
     (group,) = groups_of(easy + hard + second)
     assert [member.numbers["hit_rate"].n for member in group.members] == [24, 24]
     assert [member.value("hit_rate") for member in group.members] == [0.75, 1]
-    assert chosen(easy + second, "retrieval") == "full+int8"
+    assert chosen(easy + second, "documents") == "full+int8"
 
 
 def test_bytes_are_those_of_the_scored_cache_never_those_of_another_context() -> None:

@@ -125,7 +125,7 @@ def test_intervals_are_over_windows_not_over_blocks() -> None:
     (group,) = groups_of(made)
     plain = {point.label: point for point in trade_offs(group, DIFFERENCE)}
     assert plain["h2o"].low == plain["h2o"].high == h2o.value  # its own interval is over 16-token blocks
-    windows = [WindowSample(h2o, str(place), 0.05 + 0.02 * (-1) ** place, kl=0.03) for place in range(16)]
+    windows = [WindowSample(h2o, str(place), 0.05 + 0.02 * (-1) ** place, scores={"kl": 0.03}) for place in range(16)]
     known = {point.label: point for point in trade_offs(group, DIFFERENCE, window_intervals(windows))}
     # t(15) / sqrt(15) = 0.5502 for differences one spread above and below the mean.
     assert (known["h2o"].low, known["h2o"].high) == pytest.approx(

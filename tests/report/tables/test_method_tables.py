@@ -38,7 +38,7 @@ def test_architectures_stand_in_one_table_with_sizes_first_and_where_weights_are
 def test_summary_overview_and_traits_carry_the_same_numbers() -> None:
     groups = judged_groups(FULL + cache("full", 10, 0.001, **OTHER) + cache("h2o", 4, 0.2, hits=3, budget=100.0))
     text = " ".join(summary(groups))
-    assert "full+int4 in 10.0 MiB (4.00x smaller)" in text and "h2o in 4.00 MiB (10.00x smaller)" in text
+    assert "full+int4 in 10.0 MiB (2.00x smaller than 16-bit)" in text and "h2o in 4.00 MiB (5.00x smaller" in text
     table = overview(groups)
     assert table is not None and table.columns[0].full == ["full", "full+int4", "h2o"]
     held = next(column for column in table.columns if column.key == "held_bytes")
@@ -48,7 +48,7 @@ def test_summary_overview_and_traits_carry_the_same_numbers() -> None:
     traits = traits_table(groups)
     assert traits is not None
     cells = {column.key: column.full for column in traits.columns}
-    assert cells["x smaller"] == ["4.00x", "10.00x"] and cells["history"] == ["kept", "lost"]
+    assert cells["x smaller than 16-bit"] == ["2.00x", "5.00x"] and cells["history"] == ["kept", "lost"]
     assert cells["size bounded"] == ["no", "yes"] and cells["shrinks"] == ["bits", "tokens"]
 
 

@@ -46,7 +46,7 @@
       const families = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
       const open = !wanted.length && !budget?.value && families.size === boxes.length;
       let shown = 0, all = 0;
-      for (const row of document.querySelectorAll("tbody tr")) {
+      for (const row of document.querySelectorAll(".scroll tbody tr")) {
         const words = [...row.querySelectorAll(".word")].map((cell) => cell.textContent.toLowerCase()).join(" ");
         const stays = row.classList.contains("baseline") || (
           (!wanted.length || wanted.some((word) => words.includes(word)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.report.compare.comparison import config_of, is_baseline
+from kvbench.report.compare.comparison import config_of, is_baseline, sees_future
 from kvbench.report.compare.declared import shrinks
 from kvbench.results.row import KNOBS, Row
 
@@ -16,24 +16,11 @@ FAMILIES = {
 }
 """Families in the order of legends and filters, with the words that name them."""
 BY_POSITION = ("streaming_llm",)
-REFERENCES = ("full", "recompute", "random", "hindsight")
-"""Methods that bound the others: the full cache, no cache, the floor and the ceiling of keep rules."""
-SEES_FUTURE = "sees_future"
-"""Flag of rows whose method reads tokens that a real decoder does not have yet."""
-FUTURE = "sees the future"
+REFERENCES = ("full", "recompute", "random")
+"""Methods that bound the others, beside those that see the future: the full cache, no cache, random eviction."""
 STOCK = "hf_"
 """Begins the names of caches that come with transformers."""
 BUDGET = KNOBS.index("budget")
-
-
-def sees_future(row: Row) -> bool:
-    """The method reads tokens that come after those it compresses, so it cannot be used outside an experiment."""
-    return SEES_FUTURE in (row.flags or "").split() or (row.method or "").startswith("hindsight")
-
-
-def marked(label: str, row: Row) -> str:
-    """The label of a method; with a warning where the method sees the future."""
-    return f"{label} ({FUTURE})" if sees_future(row) else label
 
 
 def family_of(row: Row) -> str:

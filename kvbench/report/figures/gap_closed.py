@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from kvbench.report.compare.comparison import Line, config_of, lines_of
-from kvbench.report.compare.method_kinds import FUTURE
-from kvbench.report.compare.names import labels
+from kvbench.report.compare.names import SEES_FUTURE, labels
 from kvbench.report.figures import layout
 from kvbench.report.figures.layout import Plot, setting_of, titled
 from kvbench.report.figures.method_panels import extremes
@@ -63,4 +62,4 @@ def _panel(axes: Axes, lines: Sequence[Line], metric: str) -> None:
     axes.set_xlim(100 * min(drawn) - 5, 100 * max(drawn) + 5)
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    axes.set_xlabel(f"{METRICS[metric]}\n0%: random, 100%: hindsight ({FUTURE})", fontsize=8)
+    axes.set_xlabel(f"{METRICS[metric]}\n0%: random, 100%: hindsight ({SEES_FUTURE})", fontsize=8)

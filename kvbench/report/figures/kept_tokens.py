@@ -15,7 +15,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvbench.report.compare.comparison import config_of
-from kvbench.report.compare.method_kinds import marked
 from kvbench.report.compare.names import labels, name_list, short_model
 from kvbench.report.figures.layout import figure_of, fitted, width
 from kvbench.report.figures.style import FAINT, INK
@@ -81,7 +80,7 @@ def _figure(tokens: pd.DataFrame) -> tuple[Figure, str]:
         _panel(axes, own, count)
         held = own.groupby(["layer", "head"]).size()
         sizes = f"{held.min():,}" if held.min() == held.max() else f"{held.min():,} to {held.max():,}"
-        axes.set_title(fitted(f"{marked(names[config_of(row)], row)}: {sizes} tokens a head", width(len(methods))))
+        axes.set_title(fitted(f"{names[config_of(row)]}: {sizes} tokens a head", width(len(methods))))
         says.append(f"{names[config_of(row)]} {sizes}")
         axes.axvline(row.context or 0, color=FAINT, linewidth=0.8)
     figure.supxlabel("position", fontsize=9)

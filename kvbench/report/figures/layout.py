@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from kvbench.report.compare.comparison import COMPARED, Line, config_of, layout_of
-from kvbench.report.compare.method_kinds import marked
 from kvbench.report.compare.names import heads_text, labels, short_model
 from kvbench.report.figures.style import RC, WIDTH
 from kvbench.results.row import Row
@@ -77,8 +76,7 @@ def grouped(
     for title, members in groups.items():
         fine = [name for name in FINE if _differs(name, members)]
         result[title] = [
-            Drawn(line, marked(" ".join([names[config_of(line.row)], *_words(fine, line.row)]), line.row))
-            for line in members
+            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line.row)])) for line in members
         ]
     return result
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.report.compare.comparison import Line, config_of, decode_of, lines_of
-from kvbench.report.compare.method_kinds import FUTURE, family_of, marked, series_of
+from kvbench.report.compare.method_kinds import family_of, series_of
 from kvbench.report.compare.names import display_name, labels
 from kvbench.report.compare.number_text import signed, significant, small
 from kvbench.report.compare.window_samples import WindowSample
@@ -99,9 +99,8 @@ def method_panels(
 
 def _title(name: str, own: Sequence[Curve]) -> str:
     """`h2o: 128, 256, 512`: the method, and its curves if there are several."""
-    words = [curve.label.removeprefix(name).removesuffix(f"({FUTURE})").strip() for curve in own]
-    shown = marked(name, own[0].row)
-    return f"{shown}: {', '.join(words)}" if len(own) > 1 and all(words) else shown
+    words = [curve.label.removeprefix(name).strip() for curve in own]
+    return f"{name}: {', '.join(words)}" if len(own) > 1 and all(words) else name
 
 
 def _scale(axes: Axes, values: Sequence[float], *, logarithmic: bool, zero: bool) -> None:

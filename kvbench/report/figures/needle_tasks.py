@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Line, config_of, layout_of, lines_of
-from kvbench.report.compare.method_kinds import marked
 from kvbench.report.compare.names import labels
 from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
 from kvbench.report.figures import layout
@@ -38,7 +37,7 @@ def needle_tasks(rows: Sequence[Row]) -> Plot | None:
     for line in lines:
         hits = total(hits_of(line).values())
         if hits is not None:
-            found.setdefault(marked(names[config_of(line.row)], line.row), {})[_task(line)] = hits
+            found.setdefault(names[config_of(line.row)], {})[_task(line)] = hits
     shown = dict(list(found.items())[:MOST_METHODS])
     base = next((names[config_of(line.row)] for line in lines if line.baseline), None)
     figure, axes = plt.subplots(figsize=(WIDTH, 1.5 + 0.17 * len(shown)))

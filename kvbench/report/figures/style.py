@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.report.compare.method_kinds import family_of, sees_future
+from kvbench.report.compare.comparison import sees_future
+from kvbench.report.compare.method_kinds import family_of
 from kvbench.results.row import Row
 
 COLOURS = {

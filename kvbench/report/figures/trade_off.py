@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvbench.report.compare import number_text
-from kvbench.report.compare.comparison import is_baseline
-from kvbench.report.compare.method_kinds import FAMILIES, family_of, marked, sees_future, series_of
+from kvbench.report.compare.comparison import is_baseline, sees_future
+from kvbench.report.compare.method_kinds import FAMILIES, family_of, series_of
 from kvbench.report.compare.methods import Group, MethodNumbers, group_name, groups_of
 from kvbench.report.compare.names import display_name
 from kvbench.report.compare.sixteen_bit import DERIVED, times_sixteen_bit
@@ -60,10 +60,6 @@ class TradeOff:
     high: float
     quality: Row
     size: Row
-
-    @property
-    def name(self) -> str:
-        return marked(self.label, self.quality)
 
 
 def trade_offs(group: Group, metric: Metric, intervals: WindowIntervals = NO_INTERVALS) -> list[TradeOff]:
@@ -159,7 +155,7 @@ def _listed(points: Sequence[TradeOff], metric: Metric) -> str:
     parts = []
     for own in series.values():
         first = own[0]
-        texts = [f"{first.name} {metric.form(first.value)}"]
+        texts = [f"{first.label} {metric.form(first.value)}"]
         texts += [f"{_budget(point)} {metric.form(point.value)}" for point in own[1:]]
         parts.append(", ".join(text.replace(" ", NO_BREAK) for text in texts))
     return "; ".join(parts)
@@ -241,7 +237,7 @@ def _write_labels(
     for own in series.values():
         named = min(own, key=lambda point: sum(1 / (4 + math.dist(seen[id(point)], other)) for other in seen.values()))
         for point in own:
-            text = layout.shortened(point.name) if point is named else _budget(point)
+            text = layout.shortened(point.label) if point is named else _budget(point)
             text += f" ({metric.form(point.value)})" if axis.below(point.value) else ""
             labels.append(Label(places[id(point)], text, colour_of(point.quality), minor=point is not named))
     label_points(figure, axes, labels, segments)
@@ -249,7 +245,7 @@ def _write_labels(
 
 def _said(title: str, points: Sequence[TradeOff], beyond: Sequence[TradeOff], metric: Metric, axis: LossAxis) -> str:
     front = [point for point in front_of(points, metric.better) if not is_baseline(point.quality)]
-    named = ", ".join(f"{point.name} {metric.form(point.value)} at {point.smaller:.3g}x" for point in front[:8])
+    named = ", ".join(f"{point.label} {metric.form(point.value)} at {point.smaller:.3g}x" for point in front[:8])
     where = f"{title}: " if title else ""
     unit = " in nats" if metric.better == "low" else ""
     text = f"{where}{len(points)} settings; on the front{unit}, smallest cache first: {named}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.compare.method_kinds import family_of, marked, sees_future, series_of
+from kvbench.report.compare.method_kinds import family_of, series_of
 from tests.shared.rows import BASE
 
 
@@ -20,7 +20,7 @@ from tests.shared.rows import BASE
         ({"method": "random", "store": "dense", "budget": 256.0}, "reference"),
         ({"method": "random_unprotected", "store": "dense", "budget": 256.0}, "reference"),
         ({"method": "hindsight", "store": "dense", "budget": 256.0}, "reference"),
-        ({"method": "hindsight_value", "store": "int4", "budget": 256.0}, "reference"),
+        ({"method": "mine", "store": "dense", "budget": 256.0, "flags": "sees_future"}, "reference"),
         ({"method": "full", "store": "int4", "bits": 4}, "quantised"),
         ({"method": "full", "store": "fp8"}, "quantised"),
         ({"method": "kivi4", "store": "kivi4", "bits": 4}, "quantised"),
@@ -46,9 +46,3 @@ def test_only_budgets_share_a_series() -> None:
     assert series_of(row) == series_of(replace(row, budget=128.0))
     for change in ({"variant": "max"}, {"knobs": '{"decode": "append"}'}, {"store": "int4"}, {"bits": 4}):
         assert series_of(row) != series_of(replace(row, **change))
-
-
-def test_a_method_that_sees_the_future_says_so() -> None:
-    row = replace(BASE, method="hindsight", budget=256.0)
-    assert sees_future(row) and marked("hindsight 256", row) == "hindsight 256 (sees the future)"
-    assert marked("h2o", replace(BASE, method="h2o")) == "h2o"

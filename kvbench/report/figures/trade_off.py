@@ -22,7 +22,7 @@ from kvbench.report.figures import layout
 from kvbench.report.figures.layout import Plot
 from kvbench.report.figures.loss_axis import LossAxis, loss_axis
 from kvbench.report.figures.point_labels import Label, Point, label_points
-from kvbench.report.figures.style import FAINT, colour_of, mark_of
+from kvbench.report.figures.style import COLOURS, FAINT, MARKERS, colour_of, mark_of
 from kvbench.results.row import Row
 
 MOST_GROUPS = 4
@@ -167,13 +167,12 @@ def _budget(point: TradeOff) -> str:
 
 
 def _families_below(figure: Figure, rows: Sequence[Row]) -> None:
-    shown = {family_of(row): row for row in rows}
-    entries = []
-    for family, words in FAMILIES.items():
-        if family in shown:
-            look = mark_of(shown[family]) | {"linewidth": 0.9}
-            hollow = {"markerfacecolor": look["color"]}
-            entries.append(Line2D([], [], label=words, **look | hollow))
+    shown = {family_of(row) for row in rows}
+    entries = [
+        Line2D([], [], label=words, color=COLOURS[family], marker=MARKERS[family], linewidth=0.9)
+        for family, words in FAMILIES.items()
+        if family in shown
+    ]
     layout.legend_below(figure, entries)
 
 

@@ -7,18 +7,14 @@ that use this are bounds to compare real rules with, not methods that a server c
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.observe import Observation
+from kvbench.cache.output_norms import output_norms
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack
-from kvbench.errors import UserError
 from kvbench.kernels.prefill import Scoring, sums_by_head
-
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
-"""Names of the attention's last linear layer among the families of transformers."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +55,5 @@ def future_attention(model: PreTrainedModel, layer: LayerRecord, first: int, out
     """`FutureAttention` of one layer, from its record over prompt and future with `MassByHead(first)` observed."""
     mass = layer.observed[MassByHead(first)]
     if output_weighted:
-        mass = mass * output_norms(model, layer, mass.shape[2])
+        mass = mass * output_norms(model, layer, 2)
     return mass.sum(2)
-
-
-def output_norms(model: PreTrainedModel, layer: LayerRecord, heads: int) -> Tensor:
-    """||W_o v|| of each token for each query head: float32 [B, Hkv, heads, T]; heads: query heads of a KV head.
-
-    Raises UserError for latent attention and where the layer's output projection is not found.
-    """
-    if layer.is_shared:
-        raise UserError("variant=output needs a value for each head, and latent attention has none; leave variant= out")
-    value, width = layer.value.float(), layer.value.shape[-1]
-    kv_heads = value.shape[1]
-    weight = output_weight(model, layer.index).float()  # [hidden, Hq * Dv]
-    by_head = weight.unflatten(1, (kv_heads, heads, width))  # [hidden, Hkv, heads, Dv]
-    gram = torch.einsum("ohgd,ohge->hgde", by_head, by_head)  # ||W v||^2 = v' (W'W) v, without a [.., hidden] tensor
-    squared = torch.einsum("bhtd,hgde,bhte->bhgt", value, gram, value)
-    return squared.clamp_min(0).sqrt()
-
-
-def output_weight(model: PreTrainedModel, index: int) -> Tensor:
-    """The output projection's weight of a layer, [hidden, Hq * Dv]. Raises UserError where none is found."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    attention = None if layers is None else getattr(layers[index], "self_attn", None)
-    for name in OUTPUT_PROJECTIONS if attention is not None else ():
-        if isinstance(projection := getattr(attention, name, None), nn.Linear):
-            return projection.weight
-    raise UserError(
-        f"{type(model).__name__}: the output projection of layer {index} was not found; leave variant=output out"
-    )

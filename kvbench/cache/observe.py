@@ -18,6 +18,8 @@ class Observation:
     """Whether it is computed from queries before their rotary embedding."""
     of_future: ClassVar[bool] = False
     """Whether it looks at tokens after the prompt: see `kvbench.cache.future`."""
+    of_weights: ClassVar[bool] = False
+    """Whether it needs the model's weights: see `kvbench.cache.output_norms`."""
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         """The quantity, from query [B, Hq, T, D] and key [B, Hkv, T, D] with their rotary embedding.

@@ -11,6 +11,7 @@ from kvbench.cache.forward import check_prompt, forward, n_layers
 from kvbench.cache.future import Future, FutureAttention, MassByHead, future_attention
 from kvbench.cache.mla import latents_of
 from kvbench.cache.observe import SOFTCAPPED, Observation
+from kvbench.cache.output_norms import OutputNorms, output_norms
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.rotary import BEFORE, IN_CACHE, RotateBack, rotate_back
 from kvbench.cache.rule import KeepRule
@@ -41,7 +42,11 @@ def prefill(
     """
     check_prompt(model, ids)
     wanted = [observation for rule in rules for observation in rule.observations()]
-    record = _prefill(model, ids, [observation for observation in wanted if not observation.of_future], on_host)
+    attended = [observation for observation in wanted if not (observation.of_future or observation.of_weights)]
+    record = _prefill(model, ids, attended, on_host)
+    for norms in dict.fromkeys(wanted):
+        if isinstance(norms, OutputNorms):
+            _add_norms(model, record, norms)
     ahead = [observation for observation in dict.fromkeys(wanted) if isinstance(observation, FutureAttention)]
     if ahead:
         _look_ahead(model, record, ahead, future)
@@ -67,6 +72,15 @@ def _prefill(model: PreTrainedModel, ids: Tensor, observations: list[Observation
         for observation, ms in layer.observe_ms.items():
             observe_ms[observation] = observe_ms.get(observation, 0.0) + ms
     return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms, states)
+
+
+def _add_norms(model: PreTrainedModel, record: PrefillRecord, norms: OutputNorms) -> None:
+    """Add the norms of what each token's value adds to the residual stream."""
+    started = clock(record.ids.device)
+    for layer in record.layers:
+        if layer.scoring.window is None:
+            layer.observed[norms] = output_norms(model, layer.at_home(), norms.order).to(layer.key.device)
+    record.observe_ms[norms] = 1e3 * (clock(record.ids.device) - started)
 
 
 def _look_ahead(

@@ -44,12 +44,14 @@ class Journal:
 
     failures: label and row of the methods that failed. tracebacks: one text a failure. kept: kept tokens to be saved.
     fallbacks: by label, how a method was prefilled where memory did not hold one prefill for all.
+    skipped: by label, why a method was not measured and has no rows.
     """
 
     failures: list[tuple[str, Row]] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     fallbacks: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

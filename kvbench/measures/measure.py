@@ -78,6 +78,11 @@ class Measure:
         size: int = getattr(self, "context")  # noqa: B009  only some measures have this setting
         return size
 
+    @property
+    def task(self) -> str | None:
+        """The task of a cell that asks one task only, for messages; None where there is no such thing."""
+        return None
+
     def cells(self) -> Sequence[Self]:
         """The same measure in pieces that are measured, recorded and resumed one by one."""
         return [self]
@@ -206,6 +211,10 @@ def checked_value(key: str, value: Any, hint: Any, bounds: Mapping[str, Any]) ->
         if not (isinstance(value, str) and value.strip()) and not (value is None and hint is not str):
             raise UserError(f"{key}={value} is no name; type {key}=NAME")
         return value
+    if hint == int | None or hint == float | None:
+        if value is None:
+            return None
+        hint = int if hint == int | None else float
     if hint is bool:
         if not isinstance(value, bool):
             raise UserError(f"{key}={value} is not true or false")

@@ -1,7 +1,7 @@
 """Answers to questions, and the rows that every measure with questions yields."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -41,6 +41,18 @@ def tokens_of(said: Continuation, row: int, ends: Collection[int]) -> tuple[list
     tokens: list[int] = said.tokens[row].tolist()
     n = next((t + 1 for t, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:n], sum(said.engaged[:n]) / n, bool(said.finite[row, :n].all())
+
+
+def answer_of(
+    tokenizer: Any, said: Continuation, row: int, ends: Collection[int], kept: float, score: Callable[[str], float]
+) -> Answer:
+    """A method's answer to one prompt of a batch.
+
+    said, row, ends: as `tokens_of` takes them. kept: tokens that the cache holds at the end. score: of a text.
+    """
+    tokens, engaged, finite = tokens_of(said, row, ends)
+    text = answer_text(tokenizer, tokens, ends)
+    return Answer(text, score(text) if finite else math.nan, engaged, kept, finite)
 
 
 def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[str, Any]:

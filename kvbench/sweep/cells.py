@@ -67,9 +67,10 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As messages name it: `h2o budget=256 perplexity 3072`."""
+        """As messages name it: `h2o budget=256 perplexity 3072`, `h2o budget=256 needle vt 1024`."""
         budget = f" budget={self.knobs['budget']}" if "budget" in self.knobs else ""
-        return f"{self.method}{budget} {self.measure} {'slope' if self.context is None else self.context}"
+        task = f" {self.part.measure.task}" if self.part.measure.task else ""
+        return f"{self.method}{budget} {self.measure}{task} {'slope' if self.context is None else self.context}"
 
     def record(self) -> dict[str, Any]:
         """What a status.json or a plan keeps of it."""

@@ -157,9 +157,14 @@ def _measure(context: RunContext, folder: RunFolder, part: Part, taken: list[Pai
 def _outcome(
     method: MethodRun, rows: list[Row], journal: Journal, finished: dict[str, float]
 ) -> tuple[Sequence[Row], dict[str, Any]]:
-    """A cell's rows and record: its first failure, where it has one, takes the place of its rows."""
+    """A cell's rows and record: its first failure, where it has one, takes the place of its rows.
+
+    A cell whose method the measure skipped is done without rows; its record says why.
+    """
     failures = [row for label, row in journal.failures if label == method.label]
     mine = failures[:1] or rows
+    if not mine and method.label in journal.skipped:
+        return [], {"status": "ok", "note": journal.skipped[method.label], **finished}
     record: dict[str, Any] = {"status": mine[0].status if mine else "failed", **finished}
     if failures or not mine:
         note = mine[0].note if mine else "the measure yielded no rows for this method"

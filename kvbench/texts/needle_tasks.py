@@ -2,8 +2,11 @@
 
 Names and definitions are RULER's, so that published numbers compare with ours: what is hidden, in which text, how
 often, the length of an answer, and what counts. Three things are ours: the wording; needles stand at the depth asked
-for where there is one; an answer that holds a value inside a longer word or number does not count. `single_number`,
-five digits asked for as a completion, is a task of our own that small base models can do. No torch here.
+for where there is one; an answer that holds a value inside a longer word or number does not count.
+
+Three tasks are ours. `single_number`, five digits asked for as a completion, is one that small base models can do.
+`qa_one_hop` and `qa_two_hop` take the places of RULER's `qa_1` (SQuAD) and `qa_2` (HotpotQA): the questions are of the
+same kind, the documents are made up (`kvbench.texts.document_tasks`), so the names differ. No torch here.
 """
 
 import random
@@ -11,119 +14,22 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["number", "word", "uuid"]
-Haystack = Literal["essay", "noise"]
-
-NOUNS = (
-    "amber",
-    "anchor",
-    "basket",
-    "beacon",
-    "candle",
-    "canyon",
-    "cobalt",
-    "copper",
-    "ember",
-    "falcon",
-    "garden",
-    "harbor",
-    "island",
-    "jasper",
-    "lantern",
-    "meadow",
-    "orchid",
-    "pepper",
-    "quartz",
-    "raven",
-    "saddle",
-    "silver",
-    "timber",
-    "valley",
-    "walnut",
-    "willow",
-    "winter",
-    "yellow",
-    "zenith",
-    "marble",
-)
-ADJECTIVES = (
-    "ancient",
-    "brave",
-    "calm",
-    "distant",
-    "eager",
-    "faint",
-    "gentle",
-    "hollow",
-    "idle",
-    "jolly",
-    "keen",
-    "lively",
-    "mellow",
-    "narrow",
-    "odd",
-    "proud",
-    "quiet",
-    "rapid",
-    "tidy",
-    "upper",
-    "vivid",
-)
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-"""The repeated sentences of passkey retrieval (Mohtashami and Jaggi, 2023, arXiv:2305.16300)."""
+from kvbench.texts.document_tasks import one_hop, two_hops
+from kvbench.texts.drafts import NOISE, Draft, Haystack, Kind, Task, Words
+from kvbench.texts.word_lists import ADJECTIVES, NOUNS
+from kvbench.texts.word_tasks import common_words, frequent_words
 
 PLURALS = {"number": "numbers", "word": "words", "uuid": "uuids"}
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A prompt in words, before it is cut to a length in tokens.
-
-    opening: what comes first. needles: sentences to hide. haystack: the text that they are hidden in, or a function
-    that gives a text of n items with the needles among them. question, lead: what follows, the lead being the answer's
-    beginning. references: what must come back. first_number: only the answer's first number counts.
-    """
-
-    opening: str
-    needles: Sequence[str]
-    haystack: Haystack | Callable[[int], str]
-    question: str
-    lead: str
-    references: Sequence[str]
-    first_number: bool = False
-
-
-@dataclass(frozen=True)
-class Task:
-    """A retrieval task. draft: the prompt of a random state. grid: whether its needle goes to each asked-for depth.
-
-    answer_tokens: what RULER lets a model say, 128 where it names nothing else.
-    """
-
-    name: str
-    draft: Callable[[random.Random, "Words"], Draft]
-    grid: bool = False
-    answer_tokens: int = 128
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a draft is made from: the words of the text, the length asked for, and the kind of value to hide (None:
-    the task's own)."""
-
-    pool: Sequence[str]
-    length: int
-    values: Kind | None = None
 
 
 def single_number(draw: random.Random, words: Words) -> Draft:
     """Five digits for a word, asked for as a completion."""
     word, value = draw.choice(NOUNS), str(draw.randrange(10_000, 100_000))
     lead = f"\nThe special magic number for {word} is:"
-    return Draft("", [f"\nThe special magic number for {word} is: {value}.\n"], "essay", "", lead, [value], True)
+    pin = f"{lead} {value}.\n"
+    return Draft("", [pin], "essay", "", lead, [value], first_number=True, answer_needle=pin)
 
 
 def niah(
@@ -155,6 +61,7 @@ def niah(
             f"\n{'What is' if one else 'What are all'} the special magic {what} for {them} in the text above?",
             f" The special magic {what} for {them} in the text above {'is' if one else 'are'}",
             [value for name in asked for value in pairs[name]],
+            answer_needle=needle(wanted, asked[0], pairs[asked[0]][0]) if one else None,
         )
 
     return draft
@@ -210,37 +117,6 @@ def variable_tracking(draw: random.Random, words: Words, hops: int = 4) -> Draft
     return Draft(opening + example + opening, hidden.statements, "noise", hidden.question, hidden.lead, hidden.names)
 
 
-def common_words(draw: random.Random, words: Words, wanted: int = 10) -> Draft:
-    """RULER's `cwe`: of a numbered list of words those that appear most often.
-
-    Ten words thirty times each among others three times; below 4,096 tokens six times and once. Before it a solved
-    example of 40 words, ten times and three times; of 20, three times and once.
-    """
-    long = words.length >= 4096
-    often, seldom = (30, 3) if long else (6, 1)
-    pool = draw.sample(list(words.pool), len(words.pool))
-    common, others = pool[:wanted], pool[wanted:]
-
-    def items(count: int) -> str:
-        return numbered([*(common * often), *(others[:count] * seldom)], seed)
-
-    seed, question = draw.random(), f"\nQuestion: Which {wanted} words appear most often in the list above?"
-    lead = f" Answer: The {wanted} words that appear most often are:"
-    shown = draw.sample(pool, (4 if long else 2) * wanted)
-    example = numbered([*(shown[:wanted] * (10 if long else 3)), *(shown[wanted:] * seldom)], seed)
-    opening = "Below is a numbered list of words. Some of them appear more often than others. Remember those.\n"
-    solved = f"{opening}{example}{question}{lead} {numbered(shown[:wanted])}\n\n"
-    return Draft(solved + opening, [], items, question, lead, common)
-
-
-def numbered(words: Sequence[str], seed: float | None = None) -> str:
-    """`1. here 2. there`, in an order drawn from the seed."""
-    order = list(words)
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    return " ".join(f"{i}. {word}" for i, word in enumerate(order, 1))
-
-
 TASKS = {
     task.name: task
     for task in (
@@ -254,7 +130,10 @@ TASKS = {
         Task("niah_multivalue", niah(values=4)),
         Task("niah_multiquery", niah(keys=4, queries=4)),
         Task("vt", variable_tracking, answer_tokens=30),
-        Task("cwe", common_words, answer_tokens=120),
+        Task("cwe", common_words, answer_tokens=120, pool=True),
+        Task("fwe", frequent_words, answer_tokens=50),
+        Task("qa_one_hop", one_hop, answer_tokens=32),
+        Task("qa_two_hop", two_hops, answer_tokens=32),
     )
 }
 

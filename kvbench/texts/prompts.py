@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.texts.needle_tasks import NOISE, TASKS, Draft, Task, Words
+from kvbench.texts.drafts import NOISE, Draft, Task, Words
+from kvbench.texts.needle_tasks import TASKS
 
 VOCABULARY_TOKENS = 100_000
 """Tokens of the text whose words are used where a task wants words."""
@@ -37,12 +38,15 @@ class NeedleSettings(Protocol):
     def template(self) -> str: ...
     @property
     def values(self) -> Literal["task", "number", "word", "uuid"]: ...
+    @property
+    def answer_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: context tokens, exactly `length` of them. question: the tokens that follow. references: what must come
-    back in an answer of `answer_tokens`. depth: None where several things are hidden at places of their own.
+    """ids: context tokens, exactly `length` of them. question: the tokens that follow. answer_tokens: length of the
+    answer. depth: None where what is hidden stands at a place of its own. needle_span: first token and the one after
+    the last of the sentence that holds the answer; None where an answer takes several sentences, or a count.
     """
 
     task: Task
@@ -53,6 +57,7 @@ class Prompt:
     question: list[int]
     draft: Draft
     answer_tokens: int
+    needle_span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,9 @@ class Maker:
         self.begin = list(bos) if settings.template == "base" else []
         self.template = template_of(tokenizer, settings.template)
         wanted = None if settings.values == "task" else settings.values
-        self.words = Words(self._vocabulary() if "cwe" in settings.tasks else (), length, wanted)
+        pool = [name for name in settings.tasks if TASKS[name].pool]
+        self.words = Words(self._vocabulary(pool) if pool else (), length, wanted)
+        self.most_tokens = settings.answer_tokens
 
     def prompt(self, task: Task, depth: float | None, sample: int) -> Prompt:
         place = f"{self.seed}/{self.length}/{depth}/{sample}"
@@ -176,11 +183,32 @@ class Maker:
         else:
             body = self._of_stretch(draft, draw, room, depth)
         ids = head + body
-        self._check_whole(draft, ids)
+        text = self.tokenizer.decode(ids)
+        self._check_whole(draft, ids, text)
         question = self.encode(draft.question + self.template.after + draft.lead)
-        # As many as RULER, and never fewer than all references take.
-        answer = max(task.answer_tokens, len(self.encode(", ".join(draft.references))))
-        return Prompt(task, self.length, depth, sample, ids, question, draft, answer)
+        span = None if draft.answer_needle is None else self._span(draft.answer_needle.strip(), ids, text)
+        return Prompt(task, self.length, depth, sample, ids, question, draft, self._answer_tokens(task, draft), span)
+
+    def _answer_tokens(self, task: Task, draft: Draft) -> int:
+        """As many as RULER, or as the setting allows, and never fewer than all references take."""
+        commas = ", ".join(draft.references)
+        tokens = max(task.answer_tokens, len(self.encode(commas)))
+        if self.most_tokens is None:
+            return tokens
+        return min(tokens, max(self.most_tokens, len(self.encode(draft.answer or commas))))
+
+    def _span(self, needle: str, ids: list[int], text: str) -> tuple[int, int]:
+        """The fewest consecutive tokens that hold the needle, as the first one and the one after the last."""
+        before = text.index(needle)
+        near = [len(self.encode(text[:end])) for end in (before, before + len(needle))]
+        start, stop, slack = *near, 4  # text that is encoded again may differ by some tokens
+        while needle not in self.tokenizer.decode(ids[start:stop]):
+            start, stop, slack = max(0, near[0] - slack), min(len(ids), near[1] + slack), 2 * slack
+        while needle in self.tokenizer.decode(ids[start + 1 : stop]):
+            start += 1
+        while needle in self.tokenizer.decode(ids[start : stop - 1]):
+            stop -= 1
+        return start, stop
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -232,8 +260,7 @@ class Maker:
         unit, missing = self.encode(NOISE), room - len(body)
         return (unit * (missing // len(unit) + 1))[:missing] + body
 
-    def _check_whole(self, draft: Draft, ids: list[int]) -> None:
-        text = self.tokenizer.decode(ids)
+    def _check_whole(self, draft: Draft, ids: list[int], text: str) -> None:
         hidden = [needle.strip() for needle in draft.needles] or draft.references
         broken = [needle for needle in hidden if needle not in text]
         if broken or len(ids) != self.length:
@@ -243,10 +270,13 @@ class Maker:
                 f"leave needle out: measure='[perplexity,memory,latency]'"
             )
 
-    def _vocabulary(self) -> list[str]:
+    def _vocabulary(self, tasks: Sequence[str]) -> list[str]:
         """Lower-case words of the text, each once, in alphabetical order."""
         text = self.tokenizer.decode(self.tokens[:VOCABULARY_TOKENS].tolist())
         words = sorted(set(re.findall(r"\b[a-z]{4,10}\b", text)))
         if len(words) < 40:
-            raise UserError(f"needle.tasks=[cwe] needs 40 different words and the text has {len(words)}; leave cwe out")
+            names = ", ".join(tasks)
+            raise UserError(
+                f"needle.tasks=[{names}] needs 40 different words and the text has {len(words)}; leave {names} out"
+            )
         return words

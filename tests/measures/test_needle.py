@@ -28,7 +28,8 @@ from kvbench.measures.needle.answers import ask_needles
 from kvbench.measures.statistics import wilson
 from kvbench.models.load import LoadedModel
 from kvbench.results.row import flags_of
-from kvbench.texts.needle_tasks import TASKS, Draft, Words, is_hit, recall
+from kvbench.texts.drafts import Draft, Words
+from kvbench.texts.needle_tasks import TASKS, is_hit, recall
 from kvbench.texts.prompts import Maker, Prompt, check_prompts, make_prompts, template_of
 from tests.shared.models import random_llama
 from tests.shared.text import (
@@ -259,7 +260,8 @@ def test_full_that_finds_nothing_makes_a_cell_uninformative(monkeypatch: pytest.
     threshold = -torch.inf  # the full cache finds all
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(batch=1)))
     assert value(rows, "full", "hits", depth=None) == 6
-    assert all(row.note is None for row in rows)
+    assert all(row.flags is None for row in rows)
+    assert {row.metric for row in rows if row.note} == {"hit_rate_beyond_recent", "hit_rate_within_recent"}
 
 
 @pytest.mark.slow
@@ -410,7 +412,7 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
     ]
 
 
-# tasks of RULER
+# tasks of RULER, and questions after RULER's
 
 RULER = tuple(name for name in TASKS if name != "single_number")
 
@@ -449,13 +451,16 @@ def test_settings_name_every_task() -> None:
         ("niah_multiquery", 4, 4),
         ("vt", 5, 5),
         ("cwe", 0, 10),
+        ("fwe", 0, 3),
+        ("qa_one_hop", 1, 1),
+        ("qa_two_hop", 2, 1),
     ],
 )
 def test_a_task_hides_and_asks_for_what_ruler_does(task: str, needles: int, references: int) -> None:
     draft = drafted(task)
     assert (len(draft.needles), len(set(draft.references))) == (needles, references)
     hidden = "".join(draft.needles)
-    for reference in draft.references if task != "cwe" else ():
+    for reference in draft.references if needles else ():
         assert reference in hidden
         assert reference not in draft.question + draft.lead
     kind = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if task in ("niah_single_3", "niah_multikey_3") else r"\d{7}"
@@ -547,12 +552,12 @@ def test_two_times_of_asking_are_two_columns() -> None:
 
 def test_several_tasks_are_rows_under_their_names() -> None:
     asked = settings(tasks=["single_number", "niah_multivalue"], lengths=[700])
-    finding = next(iter(ask_needles(bench(methods("full", "h2o")), asked)))
-    assert {row.protocol for row in finding.rows} == {"single_number", "niah_multivalue"}
-    assert len(finding.samples) == 12
+    found = list(ask_needles(bench(methods("full", "h2o")), asked))
+    assert [{row.protocol for row in each.rows} for each in found] == [{"single_number"}, {"niah_multivalue"}]
+    assert [len(each.samples) for each in found] == [6, 6]
     (row,) = (
         r
-        for r in finding.rows
+        for r in found[1].rows
         if r.method == "h2o" and r.metric == "hit_rate_minus_full" and r.protocol == "niah_multivalue"
     )
     assert (row.depth, row.n) == (None, 6)

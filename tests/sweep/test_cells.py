@@ -6,6 +6,7 @@ from typing import Any
 
 from kvbench.config import MethodConfig
 from kvbench.measures.latency import Latency
+from kvbench.measures.needle import Needle
 from kvbench.measures.perplexity import Perplexity
 from kvbench.sweep.cells import Facts, Part, cell_of, parts_of
 
@@ -31,3 +32,14 @@ def test_cells_of_different_contexts_are_of_one_kind() -> None:
     assert len({cell(part).id for part in (small, large, slope)}) == 3
     (other,) = parts_of([Latency([32], 5, 1)])
     assert cell(other).kind != cell(small).kind
+
+
+def test_each_task_of_a_needle_measure_is_resumed_by_itself_and_named_in_messages() -> None:
+    parts = parts_of([Needle(lengths=[64, 96], tasks=["vt", "cwe"])])
+    names = [cell(part).name for part in parts]
+    assert names == [f"h2o budget=16 needle {task} {length}" for length in (64, 96) for task in ("vt", "cwe")]
+    assert len({cell(part).id for part in parts}) == 4
+    assert cell(parts[0]).kind == cell(parts[2]).kind != cell(parts[1]).kind
+    (alone,) = parts_of([Needle(lengths=[64], tasks=["vt"])])
+    assert cell(alone) == cell(parts[0])
+    assert cell(parts_of([Perplexity(32, 4, 2, 2)])[0]).name == "h2o budget=16 perplexity 32"

@@ -26,6 +26,9 @@ NeedleTask = Literal[
     "niah_multiquery",
     "vt",
     "cwe",
+    "fwe",
+    "qa_one_hop",
+    "qa_two_hop",
 ]
 
 
@@ -35,10 +38,14 @@ class Needle(Measure):
 
     tasks: names of `kvbench.texts.needle_tasks`. question: `after` compresses the cache before the question is known,
     `before` compresses context and question together. template: `chat` wraps prompts in the tokenizer's own. values:
-    what is hidden, where it is not to be the task's own kind.
+    what is hidden, where it is not to be the task's own kind. answer_tokens: most tokens of an answer, never fewer than
+    all that is asked for takes; None: the task's own number. skip_below: where the full cache's hit rate of a task
+    (question after the context, if that is measured) is lower, the other methods are not measured on the task and have
+    no rows of it. The full cache then runs first and alone, which costs a second prefill.
     """
 
     name: ClassVar[str] = "needle"
+    knows_future: ClassVar[bool] = True
     headlines: ClassVar[tuple[Headline, ...]] = (Headline("hit_rate", "hits", "percent", "high"), *ENGAGED)
     needs_words: ClassVar[bool] = True
     draws: ClassVar[bool] = True
@@ -51,13 +58,19 @@ class Needle(Measure):
     tasks: list[NeedleTask] = setting(["single_number"])
     template: Literal["base", "chat"] = "base"
     values: Literal["task", "number", "word", "uuid"] = "task"
+    answer_tokens: int | None = setting(None, most=100_000)
+    skip_below: float | None = setting(None, lowest=0, most=1)
 
     @property
     def size(self) -> int:
         return max(self.lengths)
 
+    @property
+    def task(self) -> str | None:
+        return self.tasks[0] if len(self.tasks) == 1 else None
+
     def cells(self) -> list[Needle]:
-        return [replace(self, lengths=[length]) for length in self.lengths]
+        return [replace(self, lengths=[length], tasks=[task]) for length in self.lengths for task in self.tasks]
 
     def prompts(self) -> list[int]:
         return self.lengths

@@ -43,6 +43,10 @@ class Tasks(Measure):
     def size(self) -> int:
         return self.longest
 
+    @property
+    def task(self) -> str | None:
+        return self.names[0] if len(self.names) == 1 else None
+
     def cells(self) -> list[Tasks]:
         return [replace(self, names=[name]) for name in self.names]
 

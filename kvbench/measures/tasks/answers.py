@@ -5,7 +5,6 @@ part of what is compressed), and the answer is generated greedily. Contexts beyo
 middle, as LongBench does it.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,15 +16,13 @@ from kvbench.cache.decode import continuation
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.question_rows import (
-    Answer,
     Answers,
     above_full,
-    answer_text,
+    answer_of,
     answers_of,
     engagement,
     finite_flags,
     mean_over,
-    tokens_of,
 )
 from kvbench.measures.result import Result
 from kvbench.measures.tasks import Tasks
@@ -92,10 +89,11 @@ def _ask(
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
         said = continuation(model, fed, cache, sample.answer_tokens, ends)
-        tokens, engaged, finite = tokens_of(said, 0, ends)
-        text = answer_text(context.loaded.tokenizer, tokens, ends)
-        score = SCORES[settings.set](name, text, sample.references, sample.classes) if finite else math.nan
-        answers[method.label, when][i] = Answer(text, score, engaged, cache.kept_tokens, finite)
+
+        def score(text: str) -> float:
+            return SCORES[settings.set](name, text, sample.references, sample.classes)
+
+        answers[method.label, when][i] = answer_of(context.loaded.tokenizer, said, 0, ends, cache.kept_tokens, score)
 
     each_cache(context, ids, answer, step + sample.answer_tokens, max(1, step), "tasks", **place(settings, name))
 

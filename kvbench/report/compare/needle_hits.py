@@ -25,7 +25,7 @@ class Hits:
         return self.hits / self.n
 
     def __str__(self) -> str:
-        return f"{self.hits:g}/{self.n}"
+        return f"{round(self.hits, 2):g}/{self.n}"
 
 
 def hits_of(line: Line) -> dict[Place, Hits]:
@@ -57,6 +57,17 @@ def total(hits: Iterable[Hits]) -> Hits | None:
     """Sum over cells; None over none."""
     cells = list(hits)
     return Hits(sum(cell.hits for cell in cells), sum(cell.n for cell in cells)) if cells else None
+
+
+def hits_at(line: Line, context: int | None) -> Hits | None:
+    """Hits at that context over all depths; None where nothing was measured."""
+    return total(hits for (length, _), hits in hits_of(line).items() if length == context)
+
+
+def recent_hits(line: Line, context: int | None) -> Hits | None:
+    """Hits at that context among the needles that lie beyond the recent window; None where they were not split."""
+    row = line.cells.get(("hit_rate_beyond_recent", context, None))
+    return None if row is None or row.value is None or not row.n else Hits(row.value * row.n, row.n)
 
 
 def uninformative_places(lines: Sequence[Line]) -> dict[int, set[Place]]:

@@ -29,6 +29,7 @@ from kvbench.report.tables.columns import (
 from kvbench.report.tables.headlines import COUNTS, SMALLER, Recorded, headlines_of, reading_order
 from kvbench.report.tables.method_pairs import method_pairs_table
 from kvbench.report.tables.needle_tables import needle_tables
+from kvbench.report.tables.needle_task_tables import needle_task_tables
 from kvbench.report.tables.table import Table, for_terminal, shared_caption
 from kvbench.results.headline import Headline
 from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
@@ -50,7 +51,7 @@ def build_tables(
             columns, constants = metric_columns(lines, COUNTS)
             identity = [*identity_columns(lines, skip=("context",)), *status_column(lines)]
             caption = [*caption_of(lines, skip=("context",)), *constants, *repeats_text(lines)]
-            tables += needle_tables(lines, identity, caption, columns)
+            tables += [*needle_tables(lines, identity, caption, columns), *needle_task_tables(lines)]
             continue
         pooled, single = split_by_text([row for row in rows if row.measure == measure])
         lines = lines_of(pooled, measure)

@@ -9,12 +9,25 @@ from typing import Any
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import Line
 from kvbench.report.compare.names import display_name
-from kvbench.report.compare.needle_hits import Hits, Place, hits_of, place_order, total, uninformative_places
+from kvbench.report.compare.needle_hits import (
+    Hits,
+    Place,
+    hits_of,
+    place_order,
+    recent_hits,
+    total,
+    uninformative_places,
+)
 from kvbench.report.tables.table import Column, Table
 from kvbench.results.row import IDENTITY, Row
 
 MARK = "†"
 """Stands beside hits at a place where the full cache finds too few needles."""
+FEW_FOUND = f"{MARK} the full cache finds fewer than half: a miss may be the model's own"
+RECENT = (
+    "beyond recent: needles with no token among the newest ones, as many as the method's budget (without a budget: the "
+    "smallest one measured beside it)"
+)
 
 
 def needle_tables(
@@ -33,7 +46,7 @@ def needle_tables(
     columns = []
     for context in contexts:
         at_length = [total(_at(places, context)) for places in cells]
-        columns.append(_column(f"length_{context}", _length(context), at_length, rank=1))
+        columns.append(_column(f"length_{context}", length_text(context), at_length, rank=1))
     overall = [total(places.values()) for places in cells]
     columns += [_column("hits", "all", overall), _rate_column(overall, [None] * len(lines))]
     records = _totals(lines, cells, contexts)
@@ -61,7 +74,7 @@ def _grid(
     order = [(context, index) for context in contexts or [None] for index in range(len(lines))]
     columns = [column.taken([index for _, index in order]) for column in identity]
     if several:
-        lengths = [_length(context) for context, _ in order]
+        lengths = [length_text(context) for context, _ in order]
         sizes = [None if context is None else float(context) for context, _ in order]
         columns.append(Column("context", "length", lengths, lengths, numbers=sizes))
     marked = False
@@ -78,16 +91,20 @@ def _grid(
     overall = [total(_at(cells[index], context)) for context, index in order]
     pooled = [lines[index].cells.get(("hit_rate", context, None)) for context, index in order]
     columns += [_column("hits", "all", overall), _rate_column(overall, pooled)]
+    recent = [recent_hits(lines[index], context) for context, index in order]
+    if any(recent):
+        columns.append(_column("recent", "beyond recent", recent, rank=1))
+        caption = [*caption, RECENT]
     if not several and contexts:
-        caption = [*caption, f"length {_length(contexts[0])}"]
+        caption = [*caption, f"length {length_text(contexts[0])}"]
     if marked:
-        caption = [*caption, f"{MARK} the full cache finds fewer than half: a miss may be the model's own"]
+        caption = [*caption, FEW_FOUND]
     name, title = ("needle_grid", "Needle: hits by length and depth") if several else ("needle", "Needle")
     rows = [replace(lines[index].row, context=context) for context, index in order]
     return Table(name, title, caption, tuple(columns), _records(lines, cells), not several, rows)
 
 
-def _length(context: int | None) -> str:
+def length_text(context: int | None) -> str:
     return "?" if context is None else f"{context:,}"
 
 
@@ -100,11 +117,16 @@ def _rate_column(hits: Sequence[Hits | None], pooled: Sequence[Row | None]) -> C
     """The rate over all depths, with the interval of the row that pools them, if there is one."""
     texts = []
     for cell, row in zip(hits, pooled, strict=True):
-        text = "–" if cell is None else number_text.percent(cell.rate)
-        if cell is not None and row is not None and row.low is not None and row.high is not None:
-            text = number_text.interval(text, f"{100 * row.low:.0f}%", f"{100 * row.high:.0f}%")
-        texts.append(text)
+        texts.append("–" if cell is None else rate_text(cell.rate, row))
     return Column("rate", "hit rate", texts, texts, numbers=_rates(hits))
+
+
+def rate_text(rate: float, row: Row | None) -> str:
+    """A hit rate with the interval of the row."""
+    text = number_text.percent(rate)
+    if row is None or row.low is None or row.high is None:
+        return text
+    return number_text.interval(text, f"{100 * row.low:.0f}%", f"{100 * row.high:.0f}%")
 
 
 def _rates(hits: Sequence[Hits | None]) -> list[float | None]:

@@ -149,7 +149,7 @@ class Verdict:
         if self.needed is None:
             return f"no verdict ({units}, some without a finite difference)"
         likely = "at least" if self.needed == FEWEST_UNITS else "about"
-        return f"not enough data ({units}; {likely} {_rounded_up(self.needed)} needed)"
+        return f"not enough data ({units}; {likely} {rounded_up(self.needed)} needed)"
 
 
 def verdict(differences: ArrayLike, margin: float = MARGIN, unit: str = "window") -> Verdict:
@@ -219,7 +219,7 @@ def _needed(differences: Array, margin: float) -> Array:
     return needed
 
 
-def _rounded_up(count: int) -> int:
+def rounded_up(count: int) -> int:
     """To two significant digits."""
     step: int = 10 ** max(0, len(str(count)) - 2)
     return -(-count // step) * step

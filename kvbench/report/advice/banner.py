@@ -122,7 +122,8 @@ def _texts(rows: Iterable[Row]) -> list[str]:
 
 def _few(evidence: WindowEvidence) -> list[str]:
     """Where methods have fewer windows than a verdict needs: how many, and how many are likely to be needed."""
-    few = [one for one in evidence.verdicts.values() if one.n < FEWEST_UNITS]
+    pooled = [evidence.verdicts[key] for key in evidence.windows]
+    few = [one for one in pooled if one.n < FEWEST_UNITS]
     if not few:
         return []
     fewest, most = min(one.n for one in few), max(one.n for one in few)
@@ -130,6 +131,6 @@ def _few(evidence: WindowEvidence) -> list[str]:
     needed = sorted(one.needed for one in few if one.needed is not None)
     likely = f", up to {needed[-1]} for the most uncertain" if needed and needed[-1] > FEWEST_UNITS else ""
     return [
-        f"{windows} window{'s' * (most != 1)} for {len(few)} of {len(evidence.verdicts)} settings: fewer than "
+        f"{windows} window{'s' * (most != 1)} for {len(few)} of {len(pooled)} settings: fewer than "
         f"{FEWEST_UNITS} windows, no verdict; {FEWEST_UNITS} needed{likely}."
     ]

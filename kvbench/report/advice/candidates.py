@@ -8,12 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvbench.report.compare.comparison import sees_future
-from kvbench.report.compare.methods import BEYOND_RECENT, Group, MethodNumbers
+from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import SEES_FUTURE
 from kvbench.report.compare.window_verdicts import WindowEvidence
-from kvbench.results.intervals import wilson
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict
-from kvbench.results.row import Row, flags_of
 
 NOT_SMALLER = "not smaller than a full cache in 16 bits"
 ALIKE = 1.1
@@ -121,22 +119,3 @@ def least_loss(candidates: Sequence[Candidate]) -> Candidate | None:
     """The candidate with the smallest mean loss, then the smallest KL."""
     known = [one for one in candidates if math.isfinite(one.mean)]
     return min(known, key=lambda one: (one.mean, one.distance), default=None)
-
-
-def needles_of(group: Group, member: MethodNumbers) -> tuple[Row, Row] | None:
-    """Hits of a method and of the full cache: those that needed memory where both have them, else all; with intervals.
-
-    None without needles at the longest length at which the full cache finds them.
-    """
-    for metric in (BEYOND_RECENT, "hit_rate"):
-        own = member.numbers.get(metric)
-        full = None if group.baseline is None else group.baseline.numbers.get(metric)
-        if own is not None and full is not None and own.n and full.n and "not_finite" not in flags_of(own):
-            return own, full
-    return None
-
-
-def lowest_rate(row: Row, n: int | None = None) -> float:
-    """Lower end of the 95% interval of a hit rate; n: if that many needles were hidden."""
-    count = n or row.n or 1
-    return wilson((row.value or 0.0) * count, count)[0]

@@ -11,33 +11,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbench.report.advice.candidates import (
-    NOT_SMALLER,
-    Candidate,
-    Candidates,
-    candidates_on,
-    least_loss,
-    lowest_rate,
-    needles_of,
-    smallest,
-)
+from kvbench.report.advice.candidates import NOT_SMALLER, Candidate, Candidates, candidates_on, least_loss, smallest
 from kvbench.report.advice.card import CardLine, Mark
 from kvbench.report.advice.what_to_run import in_16_bits, on_code, on_needles, on_windows
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import weights_of
-from kvbench.report.compare.methods import BEYOND_RECENT, Group, MethodNumbers
+from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import knob_text, name_list
+from kvbench.report.compare.needle_loss import MARGIN as NEEDLE_MARGIN
+from kvbench.report.compare.needle_loss import NeedleLoss
 from kvbench.report.compare.texts import is_code, texts_of
-from kvbench.report.compare.verdicts import WEIGHTS_REASONS, hits_of_row, times_text
+from kvbench.report.compare.verdicts import WEIGHTS_REASONS, times_text
 from kvbench.report.compare.window_verdicts import WindowEvidence
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict
 from kvbench.results.row import Row
 
 EXTREME = 0.1
 """Nats: the loss below which a cache still counts as working."""
-NEEDLE_MARGIN = 0.1
-"""Share of the needles: the largest loss that counts as tolerable."""
-FEWEST_NEEDLES = 10
 CHAT, DOCUMENTS, CODE, EXTREME_NEED = (
     "Long chat",
     "Long documents and retrieval",
@@ -64,7 +54,12 @@ def chat(group: Group, evidence: WindowEvidence) -> CardLine:
     if texts and not prose:
         return line.abstain("only code was scored, no prose", on_windows(group, None, data="data=essays"))
     only = prose if len(prose) < len(texts) else []
-    line = _by_loss(line, evidence, group.dataset, only, Rule(MARGIN))
+
+    def run(group: Group, row: Row | None, windows: int | None) -> str:
+        """All texts again, so that the prose among them gets the windows that it needs."""
+        return on_windows(group, row, -(-(windows or 0) * len(texts) // len(prose)) if prose else windows)
+
+    line = _by_loss(line, evidence, group.dataset, only, Rule(MARGIN, run))
     if line.choice is not None and line.choice.traits.bounded is False:
         line.limits.append(f"the cache of {line.setting} grows with the chat")
     return line
@@ -89,10 +84,12 @@ def extreme(group: Group, evidence: WindowEvidence) -> CardLine:
 
 
 def documents(group: Group, evidence: WindowEvidence) -> CardLine:
-    """The smallest cache that finds as many needles as the full cache, then by KL."""
+    """The smallest cache that finds as many needles as the full cache; of caches of one size by KL."""
     found = candidates_on(group, evidence, group.dataset)
-    pairs = [(one, needles) for one in found.found if (needles := needles_of(group, one.member)) is not None]
-    beyond = bool(pairs) and all(own.metric == BEYOND_RECENT for _, (own, _) in pairs)
+    known = [(one, one.member.needles) for one in found.found if one.member.needles is not None]
+    beyond = any(needles.beyond for _, needles in known)
+    # A method without a needle beyond its budget was not tested: its recent tokens hold them all.
+    pairs = [(one, needles) for one, needles in known if needles.beyond == beyond]
     apart = " that lay before the newest tokens" if beyond else ""
     ranked = f"needles found{apart}, at most {NEEDLE_MARGIN:.0%} fewer than with the full cache; then KL"
     line = CardLine("documents", DOCUMENTS, group, ranked)
@@ -102,7 +99,7 @@ def documents(group: Group, evidence: WindowEvidence) -> CardLine:
         return line.abstain("no needle was measured that the full cache itself finds", on_needles(group, None))
     if not pairs:
         return line.abstain(_nothing(found, "no method with needles"), on_needles(group, None))
-    return _by_needles(line, found, [one for one, _ in pairs], [needles for _, needles in pairs])
+    return _by_needles(line, found, pairs)
 
 
 def _by_loss(
@@ -144,60 +141,25 @@ def _mark(choice: Candidate) -> Mark:
     return "with loss" if choice.above else "not enough data"
 
 
-def _by_needles(
-    line: CardLine, found: Candidates, candidates: Sequence[Candidate], needles: Sequence[tuple[Row, Row]]
-) -> CardLine:
-    rows = {id(one): pair for one, pair in zip(candidates, needles, strict=True)}
-    rate = {id(one): own.value or 0.0 for one, (own, _) in zip(candidates, needles, strict=True)}
-    shown = [one for one in candidates if _as_many(*rows[id(one)])]
-    likely = [one for one in candidates if not _fewer(*rows[id(one)]) and rate[id(one)] >= _wanted(*rows[id(one)])]
-    pool = shown or likely or list(candidates)
-    most = max(rate[id(one)] for one in pool)
-    first = [one for one in pool if shown or rate[id(one)] == most]
-    choice = smallest(first)
+def _by_needles(line: CardLine, found: Candidates, pairs: Sequence[tuple[Candidate, NeedleLoss]]) -> CardLine:
+    shown = [(one, needles) for one, needles in pairs if needles.within]
+    likely = [(one, needles) for one, needles in pairs if not needles.worse and needles.loss <= NEEDLE_MARGIN]
+    rest = likely or pairs
+    least = min(needles.loss for _, needles in rest)
+    pool = shown or [(one, needles) for one, needles in rest if needles.loss == least]
+    choice = smallest([one for one, _ in pool])
     if choice is None:
         return line.abstain(_nothing(found, "no method with needles"), on_needles(line.group, None))
-    own, full = rows[id(choice)]
-    worse = _fewer(own, full) or (choice.verdict is not None and choice.verdict.kind == "worse")
-    mark: Mark = "with loss" if worse else "" if shown else "not enough data"
-    parts = [f"{hits_of_row(own)} needles (full cache {hits_of_row(full)})", _loss_text(choice)]
-    wanted = _needles_needed(own, full)
-    line.limits += _needle_limits(line.group, own, full, wanted)
-    _take(line, choice, mark, ", ".join(filter(None, parts)), lambda group, row, _: on_needles(group, row, wanted))
-    _explain(line, found, first, choice)
+    needles = next(needles for one, needles in pool if one is choice)
+    line.limits.append(f"needles in prompts of {line.group.lengths[-1]:,} tokens only")
+    if not needles.within and not needles.worse:
+        more = "" if needles.needed is None else f"; about {needles.needed} needed"
+        line.limits.append(f"{needles.own.n} needles do not exclude a loss of {needles.bounds[1]:.0%} of them{more}")
+    mark: Mark = "with loss" if needles.worse or choice.above else "" if needles.within else "not enough data"
+    cost = f"{needles}, {_loss_text(choice)}"
+    _take(line, choice, mark, cost, lambda group, row, _: on_needles(group, row, needles.needed))
+    _explain(line, found, [one for one, _ in pool], choice)
     return line
-
-
-def _as_many(own: Row, full: Row) -> bool:
-    """The needles show that at most NEEDLE_MARGIN fewer are found than with the full cache."""
-    return (own.n or 0) >= FEWEST_NEEDLES and (full.value or 0.0) - lowest_rate(own) < NEEDLE_MARGIN
-
-
-def _fewer(own: Row, full: Row) -> bool:
-    """The interval of the hit rate lies below the full cache's."""
-    return own.high is not None and full.low is not None and own.high < full.low
-
-
-def _wanted(_: Row, full: Row) -> float:
-    return (full.value or 0.0) - NEEDLE_MARGIN
-
-
-def _needles_needed(own: Row, full: Row) -> int | None:
-    """Needles at which `_as_many` would hold if the hit rate stayed; None below the margin."""
-    if (own.value or 0.0) <= _wanted(own, full):
-        return None
-    return next(
-        (n for n in range(FEWEST_NEEDLES, 10_000) if (full.value or 0) - lowest_rate(own, n) < NEEDLE_MARGIN), None
-    )
-
-
-def _needle_limits(group: Group, own: Row, full: Row, wanted: int | None) -> list[str]:
-    limits = [f"needles in prompts of {group.lengths[-1]:,} tokens only"] if group.lengths else []
-    lost = (full.value or 0.0) - lowest_rate(own)
-    if not _as_many(own, full) and not _fewer(own, full):
-        more = "" if wanted is None else f"; about {wanted} needles needed"
-        limits.append(f"{own.n} needles do not exclude a loss of up to {lost:.0%} of the needles{more}")
-    return limits
 
 
 def _take(line: CardLine, choice: Candidate, mark: Mark, cost: str, run: WhatToRun) -> None:

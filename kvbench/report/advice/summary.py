@@ -74,7 +74,8 @@ def _scope(group: Group, base: MethodNumbers) -> str:
     if base.held is not None:
         share = base.value("compressible_share")  # None: all of it
         bounded = "" if share is None else f", {number_text.percent(share)} of it in layers that methods can compress"
-        parts.append(f"holds {bytes_text(base, Group(base.row))} at {group.contexts['bytes']:,} tokens{bounded}")
+        unit, form = number_text.in_bytes([base.held])
+        parts.append(f"holds {form(base.held)} {unit} at {group.contexts['bytes']:,} tokens{bounded}")
     return f"{text}, which {' and '.join(parts)}." if parts else f"{text}."
 
 

@@ -5,25 +5,42 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from kvbench.report.compare.declared import shipped_names
+from kvbench.report.compare.declared import shipped_file, shipped_names
 from kvbench.report.compare.method_settings import method_settings
 from kvbench.report.compare.methods import Group
+from kvbench.report.compare.texts import texts_of
+from kvbench.results.paired import rounded_up
 from kvbench.results.row import Row
 
 PROMISING = "compare=[full,kivi8,kivi4,full+int8,full+int4,h2o,h2o+int4,snapkv]"
 """What is compared where nothing is known yet."""
 WINDOWS = 32
 """Windows from which a verdict is likely."""
+DEFAULT_TEXT = "essays"
 SAMPLES = 17
 """Needles at each of three depths, so that 51 are hidden."""
 
 
 def on_windows(group: Group, row: Row | None, windows: int | None = None, data: str | None = None) -> str:
-    """Measures the loss of one method (row None: of several) over windows; windows: at least WINDOWS. data: a text."""
+    """Measures the loss of one method (row None: of several) over windows; windows: at least WINDOWS.
+
+    data: the setting of the text; None for the text that the group was scored on.
+    """
     context = group.contexts.get("perplexity")
     settings = [f"perplexity.context={context}"] if context else []
-    settings.append(f"perplexity.windows={max(WINDOWS, windows or 0)}")
-    return _command(group, row, "perplexity", [*([data] if data else []), *settings])
+    settings.append(f"perplexity.windows={max(WINDOWS, rounded_up(windows or 0))}")
+    own = data_setting(group.dataset) if data is None else data
+    return _command(group, row, "perplexity", [*([own] if own else []), *settings])
+
+
+def data_setting(dataset: str | None) -> str | None:
+    """`data=mixed` for the texts of a data set that ships with kvbench; None for any other, and for the default."""
+    texts = list(texts_of(dataset))
+    for name in shipped_names("data"):
+        known = shipped_file("data", name).get("texts")
+        if texts and (known == texts or (known is None and texts == [name])):
+            return None if name == DEFAULT_TEXT else f"data={name}"
+    return None
 
 
 def on_code(group: Group, row: Row | None, windows: int | None = None) -> str:

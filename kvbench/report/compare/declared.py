@@ -43,6 +43,12 @@ def shipped_names(group: str) -> tuple[str, ...]:
 
 
 @functools.cache
+def shipped_file(group: str, name: str) -> Mapping[str, Any]:
+    """The content of a file of a group of the configuration; {} where there is none."""
+    return _yaml(group, f"{name}.yaml")
+
+
+@functools.cache
 def shipped_settings(measure: str) -> Mapping[str, Any]:
     """The default settings of a measure; {} if kvbench does not ship it."""
     if measure not in shipped_measures():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from kvbench.report.compare.comparison import (
     MODEL_AND_DEVICE,
     Config,
-    Line,
     comparison_key,
     config_of,
     is_baseline,
@@ -18,12 +17,12 @@ from kvbench.report.compare.comparison import (
 )
 from kvbench.report.compare.declared import Traits, measured_bounded, traits_of
 from kvbench.report.compare.names import display_name, heads_text, labels, short_model
-from kvbench.report.compare.needle_hits import INFORMATIVE, Hits, hits_of, total
+from kvbench.report.compare.needle_hits import INFORMATIVE, over_tasks, pooled_rates
+from kvbench.report.compare.needle_loss import NeedleLoss, RateKey, needle_loss, unpaired_loss
 from kvbench.report.compare.scored_bytes import METRICS, bytes_metric, size_of
 from kvbench.report.compare.texts import main_dataset
 from kvbench.report.compare.warnings import GAPS
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
-from kvbench.results.intervals import wilson
 from kvbench.results.paired import Verdict
 from kvbench.results.row import Row
 
@@ -31,8 +30,6 @@ QUALITY = ("ppl", "nll_minus_full", "kl", "top1", *GAPS, "engaged", "kept_tokens
 WHILE_SCORED = ("scored_kept_tokens", "x_smaller")
 BYTES = ("held_bytes", "dense_bytes", "compressible_share", "bytes_per_token", "bytes_per_token_layer")
 SPEED = ("tpot_p50_ms", "bandwidth_share", "steady")
-BEYOND_RECENT = "hit_rate_beyond_recent"
-"""Needles found that lay before the newest tokens, which every recency rule keeps."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROTOCOL = "prefill_decode"
 """Of several protocols of a measure the one that is taken: compress a prompt, then decode."""
@@ -44,8 +41,8 @@ class MethodNumbers:
 
     verdict: against the full cache, from the windows of the perplexity; None without samples. scored: bytes of the
     cache that the perplexity was scored with; without a perplexity those of the memory measure. by_text: the
-    perplexity rows by metric on each other data set. full_tpot: the time per output token of the full cache in the run
-    that timed this method.
+    perplexity rows by metric on each other data set. needles: found at the longest length. full_tpot: the time per
+    output token of the full cache in the run that timed this method.
     """
 
     row: Row
@@ -56,6 +53,7 @@ class MethodNumbers:
     scored: Row | None = None
     by_text: dict[str, dict[str, Row]] = field(default_factory=dict)
     full_tpot: Row | None = None
+    needles: NeedleLoss | None = None
 
     def value(self, metric: str) -> float | None:
         row = self.numbers.get(metric)
@@ -239,12 +237,13 @@ def _take_needles(group: Group, found: dict[Config, MethodNumbers], rows: list[R
     lines = [line for line in lines_of(rows, "needle", by_context=False) if line.row.question in (None, "after")]
     solved: dict[tuple[int, str | None], Row] = {}
     tasks: dict[Config, dict[tuple[int, str | None], Row]] = {}
-    beyond: dict[Config, dict[tuple[int, str | None], Row]] = {}
+    rates: dict[Config, dict[RateKey, Row]] = {}
     for line in lines:
-        pooled = {(length, line.row.protocol): row for length, row in _pooled(line).items()}
+        pooled = {(length, line.row.protocol): row for length, row in pooled_rates(line).items()}
         tasks.setdefault(config_of(line.row), {}).update(pooled)
-        apart = {(row.context or 0, row.protocol): row for row in line.cells.values() if _is_beyond_recent(row)}
-        beyond.setdefault(config_of(line.row), {}).update(apart)
+        pooled_rows = (row for row in line.cells.values() if row.depth is None)
+        over_depths = {(row.metric, row.context, row.protocol): row for row in pooled_rows}
+        rates.setdefault(config_of(line.row), {}).update(over_depths)
         if line.baseline:
             solved |= {place: row for place, row in pooled.items() if (row.value or 0) >= INFORMATIVE}
     group.lengths = sorted({length for length, _ in solved})
@@ -252,41 +251,11 @@ def _take_needles(group: Group, found: dict[Config, MethodNumbers], rows: list[R
         for length in group.lengths:
             wanted = [place for place in solved if place[0] == length]
             if all(place in of_task for place in wanted):
-                found[config].hits[length] = _over_tasks([of_task[place] for place in wanted])
+                found[config].hits[length] = over_tasks([of_task[place] for place in wanted])
         if group.lengths and group.lengths[-1] in found[config].hits:
             found[config].numbers["hit_rate"] = found[config].hits[group.lengths[-1]]
-            longest = [place for place in solved if place[0] == group.lengths[-1]]
-            if all(place in beyond[config] for place in longest):
-                apart_rows = [beyond[config][place] for place in longest]
-                found[config].numbers[BEYOND_RECENT] = replace(_over_tasks(apart_rows), metric=BEYOND_RECENT)
-
-
-def _is_beyond_recent(row: Row) -> bool:
-    """The row counts the needles of all depths that lay before the newest tokens."""
-    return row.metric == BEYOND_RECENT and row.depth is None and row.value is not None and bool(row.n)
-
-
-def _over_tasks(rows: list[Row]) -> Row:
-    if len(rows) == 1:
-        return rows[0]
-    hits = Hits(sum((row.value or 0) * (row.n or 0) for row in rows), sum(row.n or 0 for row in rows))
-    return _hit_rate(replace(rows[0], protocol=None), rows[0].context or 0, hits)
-
-
-def _pooled(line: Line) -> dict[int, Row]:
-    """The hit rate over all depths of each length, with its interval."""
-    places = hits_of(line)
-    result = {}
-    for length in {context for context, _ in places if context is not None}:
-        row = line.cells.get(("hit_rate", length, None))
-        hits = total([hits for (context, _), hits in places.items() if context == length])
-        if hits is not None:
-            row = row if row is not None and row.low is not None else _hit_rate(line.row, length, hits)
-            result[length] = replace(row, value=hits.rate, n=hits.n)
-    return result
-
-
-def _hit_rate(row: Row, length: int, hits: Hits) -> Row:
-    low, high = wilson(hits.hits, hits.n)
-    found = replace(row, metric="hit_rate", context=length, depth=None, value=hits.rate, n=hits.n, unit="share")
-    return replace(found, low=low, high=high)
+    full = None if group.baseline is None else group.baseline.numbers.get("hit_rate")
+    for config in tasks if full is not None else ():
+        longest = [place for place in solved if place[0] == group.lengths[-1]]
+        if (own := found[config].numbers.get("hit_rate")) is not None and full is not None:
+            found[config].needles = needle_loss(rates[config], longest) or unpaired_loss(own, full)

@@ -91,8 +91,12 @@ def varying_other_knobs(rows: Iterable[Row], skip: Collection[str] = ()) -> dict
 
 
 def labels(rows: Sequence[Row]) -> dict[Config, str]:
-    """A short label for every config: the display name, then the knobs that vary under it (`h2o 256`)."""
+    """A short label for every config: the display name, then the knobs that vary under it (`h2o 256`).
+
+    Of a method that sees the future: `hindsight 256 (sees the future)`.
+    """
     by_name: dict[str, dict[Config, Row]] = {}
+    suffix = f" ({SEES_FUTURE})"
     for row in rows:
         by_name.setdefault(display_name(row), {})[config_of(row)] = row
     result: dict[Config, str] = {}
@@ -105,7 +109,8 @@ def labels(rows: Sequence[Row]) -> dict[Config, str]:
             parts = [
                 form.format(knob_text(knob, getattr(row, knob))) for knob, form in zip(known, formats, strict=True)
             ]
-            result[config] = f"{name} {', '.join(filter(None, [*parts, extra[config]]))}".strip()
+            label = f"{name.removesuffix(suffix)} {', '.join(filter(None, [*parts, extra[config]]))}".strip()
+            result[config] = f"{label}{suffix}" if name.endswith(suffix) else label
     return result
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbench.report.compare.comparison import Line, baseline_of
+from kvbench.results.intervals import wilson
+from kvbench.results.row import Row
 
 Place = tuple[int | None, float | None]
 """Context, depth."""
@@ -78,3 +80,30 @@ def uninformative_places(lines: Sequence[Line]) -> dict[int, set[Place]]:
         cells = hits_of(base) if base is not None else {}
         failing[index] = {place for place, hits in cells.items() if hits.rate < INFORMATIVE}
     return failing
+
+
+def over_tasks(rows: list[Row]) -> Row:
+    """The hit rate over several tasks, with its interval; of one task its own row."""
+    if len(rows) == 1:
+        return rows[0]
+    hits = Hits(sum((row.value or 0) * (row.n or 0) for row in rows), sum(row.n or 0 for row in rows))
+    return _hit_rate(replace(rows[0], protocol=None), rows[0].context or 0, hits)
+
+
+def pooled_rates(line: Line) -> dict[int, Row]:
+    """The hit rate over all depths of each length, with its interval."""
+    places = hits_of(line)
+    result = {}
+    for length in {context for context, _ in places if context is not None}:
+        row = line.cells.get(("hit_rate", length, None))
+        hits = total([hits for (context, _), hits in places.items() if context == length])
+        if hits is not None:
+            row = row if row is not None and row.low is not None else _hit_rate(line.row, length, hits)
+            result[length] = replace(row, value=hits.rate, n=hits.n)
+    return result
+
+
+def _hit_rate(row: Row, length: int, hits: Hits) -> Row:
+    low, high = wilson(hits.hits, hits.n)
+    found = replace(row, metric="hit_rate", context=length, depth=None, value=hits.rate, n=hits.n, unit="share")
+    return replace(found, low=low, high=high)

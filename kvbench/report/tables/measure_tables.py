@@ -35,6 +35,13 @@ from kvbench.results.headline import Headline
 from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
 
 MOST_WARNINGS = 8
+LOSSES = (
+    Headline("ppl", "ppl", "fixed2", "low"),
+    Headline("nll_minus_full", "ΔNLL", "signed", "low"),
+    Headline("kl", "KL", "small", "low"),
+    Headline("gap_closed_kl", "gap closed", "percent", "high"),
+)
+"""What the table of the texts shows."""
 
 
 def build_tables(
@@ -57,9 +64,7 @@ def build_tables(
         lines = lines_of(pooled, measure)
         tables.append(_measure_table(measure, lines, recorded, evidence))
         if by_text := lines_of(single, measure):
-            table = _measure_table(measure, by_text, recorded, evidence)
-            name, title = f"{measure}_by_text", f"{table.title} by text"
-            tables.append(replace(table, name=name, title=title, terminal=False))
+            tables.append(_by_text_table(measure, by_text, evidence))
         if parts := _parts_table(measure, lines):
             tables.append(parts)
         if measure == "perplexity" and (pairs := method_pairs_table(evidence.families)):
@@ -109,6 +114,22 @@ def _measure_table(measure: str, lines: list[Line], recorded: Recorded | None, e
         caption=caption,
         columns=(*identity_columns(lines, decode=measure == "perplexity"), *status_column(lines), *columns, *verdict),
         records=[r | verdict_record(found) for r, found in zip(_records(lines), verdicts, strict=True)],
+        rows=[line.row for line in lines],
+    )
+
+
+def _by_text_table(measure: str, lines: list[Line], evidence: WindowEvidence) -> Table:
+    """The losses on each text of runs over several."""
+    columns, constants = metric_columns(lines, LOSSES, evidence=evidence)
+    verdicts = [evidence.verdict_of(line.get("nll_minus_full")) for line in lines]
+    verdict, rule = verdict_column(verdicts)
+    return Table(
+        name=f"{measure}_by_text",
+        title=f"{measure.replace('_', ' ').capitalize()} by text",
+        caption=[*caption_of(lines, skip=("stride",)), *constants, *rule],
+        columns=(*identity_columns(lines, skip=("stride",), decode=True), *columns, *verdict),
+        records=[r | verdict_record(found) for r, found in zip(_records(lines), verdicts, strict=True)],
+        terminal=False,
         rows=[line.row for line in lines],
     )
 

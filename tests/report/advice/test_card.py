@@ -14,6 +14,7 @@ from kvbench.config import chosen_measures, method_configs
 from kvbench.config.sources import BUILT_IN
 from kvbench.report.advice.answer_card import answer_card
 from kvbench.report.advice.card import FACTS, CardLine
+from kvbench.report.advice.what_to_run import data_setting
 from kvbench.report.compare.methods import groups_of
 from kvbench.results.row import Row
 from tests.report.synthetic import FULL, OTHER, cache, line_on
@@ -66,6 +67,20 @@ def test_the_command_for_a_method_names_all_its_knobs(rows: list[Row]) -> None:
     for name in ("budget", "sinks", "variant", "bits", "group"):
         if getattr(row, name) is not None:
             assert any(word.startswith(f"{name}=") for word in named)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "setting"),
+    [("essays+bible+code", "data=mixed"), ("essays", None), ("code", "data=code"), ("mine.txt", None), (None, None)],
+)
+def test_the_command_measures_the_texts_that_were_scored(dataset: str | None, setting: str | None) -> None:
+    assert data_setting(dataset) == setting
+    rows = [replace(row, dataset=dataset) for row in [*FULL, *cache("full", 10, 0.001, **OTHER)]]
+    command = line_on(rows, "extreme", windows=9).command
+    assert command is not None and ([word for word in shlex.split(command) if word.startswith("data=")] or [None]) == [
+        setting
+    ]
+    check(command)
 
 
 def size_in(text: str, before: str) -> float:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvbench.report.advice.answer_card import answer_card
 from kvbench.report.advice.card import CardLine
-from kvbench.report.advice.needs import EXTREME, NEEDLE_MARGIN
-from kvbench.report.compare.methods import BEYOND_RECENT, groups_of
+from kvbench.report.advice.needs import EXTREME
+from kvbench.report.compare.methods import groups_of
+from kvbench.report.compare.needle_loss import BEYOND_RECENT, MARGIN
 from kvbench.report.compare.window_samples import WindowSample
 from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.results.row import Row
@@ -113,21 +114,30 @@ def test_few_needles_do_not_show_that_none_is_lost() -> None:
     line = line_on([*FULL, *cache("full", 10, 0.001, **OTHER)], "documents")
     assert (line.setting, line.mark) == ("full+int4", "not enough data")
     (limit,) = [limit for limit in line.limits if "do not exclude" in limit]
-    assert limit == "12 needles do not exclude a loss of up to 24% of the needles; about 35 needles needed"
+    assert limit == "12 needles do not exclude a loss of 24% of them; about 35 needed"
     assert line.command is not None and "needle.samples=17" in line.command
     enough = [*many_needles(FULL, 35, 35), *many_needles(cache("full", 10, 0.001, **OTHER), 35, 35)]
-    assert line_on(enough, "documents").mark == "" and f"{NEEDLE_MARGIN:.0%}" in line.ranked_by
+    assert line_on(enough, "documents").mark == "" and f"{MARGIN:.0%}" in line.ranked_by
 
 
 def test_hits_that_needed_memory_go_before_all_hits() -> None:
-    def beyond(rows: list[Row], hits: float) -> list[Row]:
-        return many_needles(many_needles(rows, 60), hits, metric=BEYOND_RECENT)
+    def beyond(rows: list[Row], hits: float, n: int = 60) -> list[Row]:
+        """60 needles found of 60, and of the n before the newest tokens `hits`, the full cache all of them."""
+        rows = many_needles(many_needles(rows, 60), hits, n, metric=BEYOND_RECENT)
+        rate = next(row for row in rows if row.metric == BEYOND_RECENT)
+        above = replace(rate, metric=f"{BEYOND_RECENT}_minus_full", value=hits / n - 1, low=hits / n - 1.08, high=0.02)
+        return [*rows, replace(above, high=hits / n - 0.92)]
 
     recent, keeps = cache("h2o", 5, 0.001, budget=64.0), cache("full", 10, 0.001, **OTHER)
-    rows = [*beyond(FULL, 60), *beyond(recent, 12), *beyond(keeps, 60)]
+    rows = [*FULL, *many_needles(FULL, 60), *beyond(recent, 12), *beyond(keeps, 60)]
     line = line_on(rows, "documents")
-    assert line.setting == "full+int4" and "before the newest tokens" in line.ranked_by
-    assert chosen([*many_needles(FULL, 60), *many_needles(recent, 60), *many_needles(keeps, 60)], "documents") == "h2o"
+    assert (line.setting, line.mark) == ("full+int4", "") and "before the newest tokens" in line.ranked_by
+    assert line.cost.startswith("60/60 needles (full cache 60/60)")
+    whole = [*many_needles(FULL, 60), *many_needles(recent, 60), *many_needles(keeps, 60)]
+    assert chosen(whole, "documents") == "h2o"
+    # Where the budget holds every needle, the method was not tested for memory.
+    untested = [*FULL, *many_needles(FULL, 60), *many_needles(recent, 60), *beyond(keeps, 60)]
+    assert chosen(untested, "documents") == "full+int4"
 
 
 def on_texts(losses: dict[str, float], windows: int = 16) -> tuple[list[Row], list[WindowSample]]:
@@ -156,8 +166,8 @@ def on_texts(losses: dict[str, float], windows: int = 16) -> tuple[list[Row], li
     return rows, samples
 
 
-def lines_on_texts(losses: dict[str, float]) -> dict[str, CardLine]:
-    rows, samples = on_texts(losses)
+def lines_on_texts(losses: dict[str, float], windows: int = 16) -> dict[str, CardLine]:
+    rows, samples = on_texts(losses, windows)
     evidence = evidence_of(samples)
     card = answer_card(groups_of(rows, evidence), evidence)
     assert card is not None
@@ -172,6 +182,8 @@ def test_chat_reads_prose_and_code_reads_code() -> None:
     assert any("32 windows of essays+bible" in limit for limit in lines["chat"].limits)
     lines = lines_on_texts({"essays": 0.2, "code": 0.001})
     assert (lines["chat"].mark, lines["code"].mark) == ("with loss", "")
+    few = lines_on_texts({"essays": 0.004, "code": 0.2}, windows=6)["chat"]
+    assert few.mark == "not enough data" and few.command is not None and "windows=32" in few.command
     without = lines_on_texts({"essays": 0.2, "bible": 0.001})
     assert without["code"].setting == "–" and without["code"].reasons == ["no code was scored"]
 

@@ -12,7 +12,7 @@ from kvbench.report.compare.warnings import find_warnings, remarks
 from kvbench.report.tables.measure_tables import build_tables
 from kvbench.report.tables.method_tables import overview
 from kvbench.results.row import Row, with_flags
-from tests.report.synthetic import FULL, OTHER, cache, column
+from tests.report.synthetic import FULL, OTHER, cache, column, keys
 from tests.shared.rows import BASE
 
 UNDEFINED = "floor and ceiling cannot be told apart (8 windows)"
@@ -51,6 +51,7 @@ def test_no_table_mixes_them() -> None:
     assert tables["perplexity"].height == 2 and not tables["perplexity_by_text"].terminal
     assert column(tables["perplexity_by_text"], "dataset") == ["essays", "essays", "bible", "bible", "code", "code"]
     assert column(tables["perplexity_by_text"], "nll_minus_full")[-1].startswith("+0.300")
+    assert set(keys(tables["perplexity_by_text"])) <= {"method", "dataset", "ppl", "nll_minus_full", "kl", "verdict"}
     (group,) = groups_of(over_texts())
     (member,) = group.members
     assert group.dataset == "essays+bible+code" and member.value("nll_minus_full") == 0.001

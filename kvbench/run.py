@@ -27,6 +27,9 @@ from kvbench.models.checkpoint import ModelSpec, model_spec
 from kvbench.models.load import LoadedModel, describe, load_model, load_tokenizer, pick_device, pick_dtype, revision_of
 from kvbench.models.shape import ModelShape
 from kvbench.progress import Progress
+from kvbench.report.compare.origins import origins_of
+from kvbench.report.compare.window_samples import read_windows
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.tables.measure_tables import TerminalTable
 from kvbench.report.tables.published import Published, print_published, published_of
 from kvbench.results import provenance
@@ -177,8 +180,9 @@ def conclude(work: Work, folder: RunFolder | None, published: Published | None =
     records = work.records()
     results = [record for record in records if record is not None and record.status in (*DONE, "failed")]
     if rows := [row for record in results for row in record_rows(record)]:
-        headlines = recorded_headlines(read_config(run) for run in dict.fromkeys(record.run for record in results))
-        Console().print(TerminalTable(rows, headlines))
+        runs = list(dict.fromkeys(record.run for record in results))
+        headlines = recorded_headlines(map(read_config, runs))
+        Console().print(TerminalTable(rows, headlines, evidence_of(read_windows(runs)), origins_of(runs)))
         print_published(published, rows)
     bad = 0
     for cell, record in zip(work.cells, records, strict=True):

@@ -21,11 +21,11 @@ class Hindsight(KeepRule):
     variant="output" each query head's mass is multiplied by ||W_o v||, what the token's value adds to the residual
     stream. No token is protected, the newest one apart. With decode="evict" decoded tokens are ranked the same way.
 
-    future: what each token of prompt and future will receive, float32 [B, Hkv, T + n]; set for each layer.
+    mass: what each token of prompt and future will receive, float32 [B, Hkv, T + n]; set for each layer.
     """
 
     weigh: str = choice("attention", "output", knob="variant")
-    future: Tensor | None = field(default=None, repr=False, compare=False)
+    mass: Tensor | None = field(default=None, repr=False, compare=False)
 
     sees_future = True
 
@@ -33,11 +33,11 @@ class Hindsight(KeepRule):
         return (FutureAttention(self.weigh == "output"),)
 
     def of_layer(self, record: LayerRecord) -> KeepRule:
-        return replace(self, future=record.observed[self.observations()[0]])
+        return replace(self, mass=record.observed[self.observations()[0]])
 
     def evictable_priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        if self.future is None:
+        if self.mass is None:
             raise RuntimeError("hindsight was not bound to a layer: `of_layer`")
-        known = self.future.shape[-1]
-        mass = self.future.gather(-1, position.long().clamp(0, known - 1))
-        return torch.where(position < known, mass, KEEP)  # beyond what is known: newer than any known token
+        known = self.mass.shape[-1]
+        future = self.mass.gather(-1, position.long().clamp(0, known - 1))
+        return torch.where(position < known, future, KEEP)  # beyond what is known: newer than any known token

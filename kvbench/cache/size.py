@@ -13,6 +13,7 @@ from kvbench.cache.plan import slots_needed
 from kvbench.cache.rule import KeepRule, SlidingWindow
 from kvbench.cache.slots import SlotShape
 from kvbench.cache.store import DenseStore, Store
+from kvbench.errors import UserError
 from kvbench.models.shape import ModelShape, layer_windows, state_numbers
 
 
@@ -61,6 +62,14 @@ def planned_of(shape: ModelShape, config: Any, dtype: torch.dtype) -> Planned:
         narrow * dtype.itemsize + 4 * wide,
         shape.state_layers,
     )
+
+
+def planned_16bit(shape: ModelShape, config: Any) -> Planned | None:
+    """As `planned_of`, for caches in 16 bits; None for families whose states have no known size."""
+    try:
+        return planned_of(shape, config, torch.bfloat16)
+    except UserError:
+        return None
 
 
 def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:

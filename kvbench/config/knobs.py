@@ -7,7 +7,18 @@ from typing import Any
 KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "window", "variant", "seed")
 """Root keys that methods and stores read by interpolation; each is a column of the row."""
 
-OTHER_KNOBS = ("decode", "pool", "inner", "k_axis", "v_axis", "rank", "energy", "protect_first", "protect_last")
+OTHER_KNOBS = (
+    "decode",
+    "pool",
+    "chunk",
+    "inner",
+    "k_axis",
+    "v_axis",
+    "rank",
+    "energy",
+    "protect_first",
+    "protect_last",
+)
 """Root keys likewise, kept in the row's `knobs`."""
 
 GROUPS = ("method", "store", "model", "data")

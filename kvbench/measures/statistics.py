@@ -133,6 +133,16 @@ def median_interval(values: Sequence[float] | Array, seed: int) -> Interval | No
     return percentile_interval(values, 50, seed)
 
 
+def median_ratio_interval(values: Array, references: Array, seed: int) -> Interval | None:
+    """95% interval of median(values) / median(references) [N] each; pairs are drawn together. None below two pairs."""
+
+    def ratio(sample: Array, reference: Array, axis: int = -1) -> Array:
+        found: Array = np.median(sample, axis=axis) / np.median(reference, axis=axis)
+        return found
+
+    return _bootstrap((values, references), ratio, seed, "percentile")
+
+
 def _bootstrap(samples: tuple[Array, ...], statistic: Callable[..., Array], seed: int, method: str) -> Interval | None:
     """BCa where the statistic is smooth (B. Efron, 1987, JASA 82), percentiles else; samples are drawn together."""
     if len(samples[0]) < 2:

@@ -27,6 +27,7 @@ FLAGS = {
     "few_windows": "fewer than 10 windows: does not generalise to other text",
     "beyond_positions": "positions beyond those that the model was trained for",
     "not_finite": "logits were not finite",
+    "not_computed": "left out, because what it is computed from does not allow it; the note says why",
     "sees_future": "the method knows the tokens to come: a bound to compare with, not a method to use",
     "untrusted": "the full cache differs from the model's own forward",
 }

@@ -26,6 +26,7 @@ from kvbench.errors import UserError
 from kvbench.kernels import REFERENCE, choose
 from kvbench.kernels.prefill import Scoring
 from tests.shared.families import exact_llama
+from tests.shared.observing import observed_of
 from tests.shared.reference import rotate
 from tests.shared.slow_layer import Reading, SlowLayer, Tokens
 
@@ -56,6 +57,8 @@ SMALL = {
     "seed": (0, 7),
     "combine": ("sum", "mean", "max"),
     "variant": ("in_cache", "absolute"),
+    "weigh": ("attention", "output"),
+    "chunk": (1, 4, 9),
     "group_size": (8, 16),
     "protect_first": (None, None, 3),
     "protect_last": (None, None, 4),
@@ -181,8 +184,9 @@ def check(case: Case) -> None:
     logits = torch.linspace(-1, 1, case.kv_heads * case.group, dtype=torch.float64) if case.learned_sinks else None
     scoring = Scoring(case.head_dim**-0.5, case.softcap, None, logits if exact or logits is None else logits.float())
     query, key, value = (x[:, :, :n] for x in (tokens.query, tokens.key, tokens.value))
-    observed = {o: o.compute(query, key, scoring, turn) for o in method.rule.observations()}
+    observed = observed_of(method.rule, query, key, scoring, turn)
     record = LayerRecord(case.layer, key, value, scoring, observed, turn)
+    method = replace(method, rule=method.rule.of_layer(record))
     kernel = REFERENCE if exact else choose(torch.device("cpu"), torch.float32, "cpu")
     step, new = max(case.steps), sum(case.steps)
     plan = plan_layer(method, record, case.layers)
@@ -271,7 +275,7 @@ def test_half_precision_keeps_what_float32_keeps_of_the_same_numbers(method: str
             query, key, value = (x.to(dtype).to(held) for x in (tokens.query, tokens.key, tokens.value))
             scoring = Scoring(case.head_dim**-0.5, case.softcap, None, None)
             prompt = [x[:, :, : case.prompt] for x in (query, key, value)]
-            observed = {o: o.compute(prompt[0], prompt[1], scoring, turn) for o in rule.observations()}
+            observed = observed_of(rule, prompt[0], prompt[1], scoring, turn)
             record = LayerRecord(case.layer, prompt[1], prompt[2], scoring, observed, turn)
             plan = plan_layer(Method(method, rule, store), record, case.layers)
             room = {"max_new_tokens": sum(case.steps), "step": max(case.steps)}

@@ -38,6 +38,7 @@ from kvbench.methods.random import Random
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared.families import exact_llama, random_ids
+from tests.shared.observing import observed_of
 from tests.shared.paths import ROOT
 from tests.shared.tape import TapeRecorder
 
@@ -85,7 +86,7 @@ def build(rule: KeepRule, tensors: tuple[Tensor, Tensor, Tensor], index: int, la
     """The layer after its prompt of the first `PROMPT` tokens."""
     query, key, value = (x[:, :, :PROMPT] for x in tensors)
     scoring = Scoring(D**-0.5)
-    observed = {o: o.compute(query, key, scoring, TURN) for o in rule.observations()}
+    observed = observed_of(rule, query, key, scoring, TURN)
     record = LayerRecord(index, key, value, scoring, observed, TURN)
     plan = plan_layer(Method("m", rule, DenseStore()), record, layers)
     return build_layer(record, replace(plan, max_new_tokens=TOKENS, step=3))

@@ -135,7 +135,7 @@ def test_knobs_that_are_read_are_columns_and_the_others_are_gone() -> None:
     assert method.others == {"decode": "evict"}
     assert one("method=snapkv", "budget=64", "decode=evict", "pool=5").others == {"decode": "evict", "pool": 5}
     assert one("method=streaming_llm", "budget=16").columns == {"budget": 16, "sinks": 4, "variant": "in_cache"}
-    assert one("method=random", "budget=16", "seed=3").columns == {"budget": 16, "sinks": 4, "seed": 3}
+    assert one("method=random", "budget=16", "seed=3").columns == {"budget": 16, "sinks": 4, "window": None, "seed": 3}
     kivi = one("method=kivi4", "budget=16")
     assert kivi.columns == {"k_bits": 4, "v_bits": 4, "bits": 4, "group": 32, "residual": 128}
     uneven = one("method=kivi", "k_bits=8", "v_bits=2").columns

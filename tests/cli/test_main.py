@@ -214,7 +214,7 @@ BAD = [
     (["model=3"], "model=3 is unknown; choose from deepseek-v2-lite"),
     (["method=3"], "method=3 is unknown; choose from adakv"),
     (["store=2"], "store=2 is unknown"),
-    (["data=1"], "data=1 is unknown; choose from essays"),
+    (["data=1"], "data=1 is unknown; choose from bible, code, essays"),
     (["experiment=3"], "experiment=3 is unknown; choose from architecture"),
     (["compare=['method=3']"], "method=3 is unknown; choose from adakv"),
     (["model={a: 1}"], "model={a: 1} is no name; choose from deepseek-v2-lite"),

@@ -27,6 +27,8 @@ from kvbench.measures.latency import generation as generated
 from kvbench.measures.latency import throughput as largest
 from kvbench.measures.latency.decode_times import RECOMPUTE_STEPS, ROUND, batch_ids, is_steady, time_decoding
 from kvbench.measures.latency.generation import FIXED
+from kvbench.measures.latency.slope import slope
+from kvbench.measures.latency.time_ratios import ratio_row
 from kvbench.results.row import Row, flags_of
 from tests.shared.models import random_llama
 from tests.shared.text import Breaks, limit_prefill, methods, rows_of, run_context_of, value
@@ -45,8 +47,9 @@ def bench(named: dict[str, Method]) -> RunContext:
 
 
 def with_slopes(here: RunContext, asked: Latency) -> list[Row]:
-    """The rows of all cells, and those of the summaries over them."""
+    """The rows of all cells, all of them steady whatever this machine does, and those of the summaries over them."""
     rows = rows_of(time_decoding(here, asked))
+    rows = [dataclasses.replace(row, value=1.0) if row.metric == "steady" else row for row in rows]
     for summary, method in itertools.product(asked.summaries(), here.methods):
         own = [row for row in rows if row.method == method.label and row.batch == summary.batches[0]]
         rows += summary.summarise(method, own)
@@ -112,6 +115,13 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "clock", lambda device: float(next(seconds)))
 
 
+@pytest.fixture
+def rising(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock lies further behind the one before, so that steps take longer, context after context."""
+    now = itertools.accumulate(itertools.count(1000), lambda time, step: time + step)
+    monkeypatch.setattr(measured, "clock", lambda device: float(next(now)))
+
+
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_what_the_times_are_made_of(warmup: int) -> None:
@@ -139,14 +149,107 @@ def test_slope_over_equal_times_is_flat() -> None:
         assert value(rows, method, "slope_ms_per_1k") == pytest.approx(0, abs=1e-6)
 
 
-def test_slope_is_a_line_through_the_medians() -> None:
+def test_slope_is_a_line_through_the_medians(rising: None) -> None:
     rows = with_slopes(bench(methods("full", "h2o")), settings(contexts=[16, 32, 64]))
     for method in ("full", "h2o"):
         medians = [value(rows, method, "tpot_p50_ms", context=context) for context in (16, 32, 64)]
         (row,) = (row for row in rows if row.method == method and row.metric == "slope_ms_per_1k")
         assert row.value == pytest.approx(1000 * np.polyfit([16, 32, 64], medians, 1)[0])
         assert (row.n, row.context, row.unit) == (3, None, "ms")
-        assert row.note == "contexts 16, 32, 64"
+        assert row.low is not None and row.high is not None and row.low <= row.value <= row.high
+        assert (row.note or "").startswith("slope over contexts 16, 32, 64; 95%")
+
+
+def timed_at(context: int, median: float, *, half: float = 1.0, engaged: float = 1.0, steady: float = 1.0) -> list[Row]:
+    """Rows of one method at one context, as `time_decoding` writes them."""
+    base = Row(method="h2o", store="dense", measure="latency", context=context, batch=1)
+    return [
+        dataclasses.replace(base, metric="tpot_p50_ms", value=median, low=median - half, high=median + half),
+        dataclasses.replace(base, metric="engaged", value=engaged),
+        dataclasses.replace(base, metric="steady", value=steady),
+    ]
+
+
+def slope_of(*contexts: list[Row], method: str = "h2o") -> Row:
+    here = bench(methods("full", "h2o"))
+    (one,) = (one for one in here.methods if one.label == method)
+    (row,) = slope(one, list(itertools.chain(*contexts)))
+    return row
+
+
+def test_slope_leaves_out_contexts_that_were_not_engaged_or_not_steady() -> None:
+    """A bounded cache at a context that it holds whole: its time is the full cache's there, and makes a slope."""
+    idle = timed_at(500, 5.0, engaged=0.0)
+    two = slope_of(idle, timed_at(1000, 20.0), timed_at(2000, 22.0))
+    assert (two.value, two.n, two.flags) == (pytest.approx(2.0), 2, None)
+    assert (two.note or "").startswith("slope over contexts 1000, 2000 (nothing was evicted or quantised at 500)")
+    unsteady = slope_of(timed_at(500, 5.0, steady=0.0), timed_at(1000, 20.0), timed_at(2000, 22.0))
+    assert unsteady.value == pytest.approx(2.0) and "(timing not steady at 500)" in (unsteady.note or "")
+    one = slope_of(idle, timed_at(1000, 20.0), timed_at(2000, 22.0, steady=0.0))
+    assert one.value is None and flags_of(one) == {"not_computed"} and one.status == "ok"
+    assert (one.note or "").startswith("no slope: it needs 2 contexts, 1 can be used")
+    # The full cache evicts nothing by design, so none of its contexts is left out.
+    assert slope_of(idle, timed_at(1000, 20.0), method="full").n == 2
+
+
+def test_interval_of_a_slope_covers_the_truth_and_follows_the_medians() -> None:
+    """Medians drawn round a line with a known slope: 95% intervals of the medians give 95% intervals of the slope."""
+    draw, misses = np.random.default_rng(0), 0
+    for _ in range(400):
+        points = [(c, 10 + 3 * c / 1000 + draw.normal(0, 0.5)) for c in (512, 2048, 4096)]
+        row = slope_of(*(timed_at(c, y, half=1.96 * 0.5) for c, y in points))
+        assert row.low is not None and row.high is not None
+        misses += not row.low <= 3 <= row.high
+    assert 0.005 <= misses / 400 <= 0.07
+    wide, narrow = (slope_of(timed_at(100, 5, half=h), timed_at(1100, 6, half=h)) for h in (2.0, 1.0))
+    assert wide.high - wide.low == pytest.approx(2 * (narrow.high - narrow.low))  # type: ignore[operator]
+    (median, *rest) = timed_at(100, 5.0)
+    bare = slope_of([dataclasses.replace(median, low=None, high=None), *rest], timed_at(1100, 6.0))
+    assert (bare.value, bare.low, bare.high) == (pytest.approx(1.0), None, None)
+
+
+def test_a_slope_that_the_machines_drift_made_is_not_shown() -> None:
+    """Contexts are timed one after the other. A step over more tokens does not become faster."""
+    falling = slope_of(timed_at(128, 72.0), timed_at(256, 48.0))
+    assert falling.value is None and flags_of(falling) == {"not_computed"}
+    assert (falling.note or "").startswith("no slope: times fall as the context grows (-188 ms per 1,000 tokens)")
+    flat = slope_of(timed_at(1000, 20.5), timed_at(2000, 20.0))
+    assert flat.value == pytest.approx(-0.5) and flat.low is not None and flat.low < 0 < (flat.high or 0)
+    # Three contexts that lie on no line: the interval grows with their scatter.
+    on, off = (slope_of(*(timed_at(c, y) for c, y in ((1000, 20.0), (2000, m), (3000, 24.0)))) for m in (22.0, 30.0))
+    assert on.value == off.value and off.high - off.low > 5 * (on.high - on.low)  # type: ignore[operator]
+
+
+# time over the full cache's
+
+
+def test_every_method_has_its_time_over_the_full_caches_of_the_same_turns() -> None:
+    rows = rows_of(time_decoding(bench(methods("full", "h2o", "recompute")), settings()))
+    for method in ("full", "h2o", "recompute"):
+        row = metrics(rows, method)["tpot_to_full"]
+        assert row.unit == "x" and row.n == metrics(rows, method)["tpot_p50_ms"].n
+        assert row.low is not None and row.high is not None and row.low <= row.value <= row.high  # type: ignore[operator]
+    ratio = value(rows, "h2o", "tpot_p50_ms") / value(rows, "full", "tpot_p50_ms")
+    assert value(rows, "h2o", "tpot_to_full") == pytest.approx(ratio)
+    full = metrics(rows, "full")["tpot_to_full"]
+    assert (full.low, full.value, full.high) == (1, 1, 1)
+
+
+def test_a_drift_that_both_share_does_not_widen_the_ratio() -> None:
+    draw = np.random.default_rng(0)
+    drift = np.linspace(1, 3, 48)
+    full, mine = (drift * scale * draw.normal(1, 0.01, 48) for scale in (10.0, 15.0))
+    row = ratio_row(Row(), mine.tolist(), full.tolist(), seed=0)
+    assert row.low <= 1.5 <= row.high and row.high - row.low < 0.1  # type: ignore[operator]
+    shuffled = ratio_row(Row(), mine.tolist(), draw.permutation(full).tolist(), seed=0)
+    assert shuffled.high - shuffled.low > 5 * (row.high - row.low)  # type: ignore[operator]
+
+
+def test_without_a_full_cache_beside_there_is_no_ratio() -> None:
+    here = bench(methods("full", "h2o"))
+    rows = rows_of(time_decoding(dataclasses.replace(here, methods=here.methods[1:]), settings()))
+    assert metrics(rows, "h2o")["tpot_p50_ms"].value
+    assert "tpot_to_full" not in {row.metric for row in rows}
 
 
 def test_one_context_has_no_slope() -> None:
@@ -265,7 +368,7 @@ def test_a_throttled_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
 # batches
 
 
-def test_a_grid_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_of_batches(monkeypatch: pytest.MonkeyPatch, rising: None) -> None:
     monkeypatch.setattr(measured, "read_bandwidth", lambda device: 1e9)
     rows = with_slopes(bench(methods("full", "h2o")), settings(contexts=[20, 40], batches=[1, 3]))
     for method in ("full", "h2o"):
@@ -410,7 +513,7 @@ def test_where_not_even_one_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("how", ["failed", "oom"])
-def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) -> None:
+def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str, rising: None) -> None:
     broken = {"breaks": Method("breaks", Breaks(12, how=how, at=CONTEXT + 4), DenseStore())}
     here = bench(methods("full") | broken | methods("h2o"))
     rows = with_slopes(here, settings(contexts=[20, CONTEXT, 60]))
@@ -420,7 +523,7 @@ def test_a_method_that_breaks_in_the_middle_leaves_the_others_whole(how: str) ->
         assert metrics(rows, method)["slope_ms_per_1k"].n == 3
     # 20 + 23 tokens do not reach the position where it breaks; 60 begin beyond it.
     assert {row.context for row in rows if row.method == "breaks" and row.metric != "slope_ms_per_1k"} == {20, 60}
-    assert metrics(rows, "breaks")["slope_ms_per_1k"].note == "contexts 20, 60"
+    assert (metrics(rows, "breaks")["slope_ms_per_1k"].note or "").startswith("slope over contexts 20, 60;")
     ((label, row),) = here.journal.failures
     assert (label, row.measure, row.context, row.status) == ("breaks", "latency", CONTEXT, how)
     assert row.note is not None and f"broken at position {CONTEXT + 4}" in row.note

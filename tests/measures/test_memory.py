@@ -71,7 +71,8 @@ def test_full_by_hand(rows: list[Row]) -> None:
     assert value(rows, "full", "dense_bytes") == dense
     assert parts(rows, "full") == {"dense": dense, "positions": LAYERS * SEEN * 4}
     assert value(rows, "full", "slack_bytes") == 0
-    assert value(rows, "full", "ratio") == pytest.approx(dense / (dense + LAYERS * SEEN * 4))
+    # The run is in float32; 16 bits are half of its dense bytes.
+    assert value(rows, "full", "x_smaller") == pytest.approx(dense / 2 / (dense + LAYERS * SEEN * 4))
     assert value(rows, "full", "bits_per_value") == pytest.approx(32 + 32 * LAYERS * SEEN / (dense / 4))
 
 
@@ -89,7 +90,9 @@ def test_h2o_by_hand(rows: list[Row]) -> None:
     per_slot = heads * (2 * HEAD * 4 + 4 + 4)
     assert value(rows, "h2o", "slack_bytes") == per_slot * (slots - kept)
     used = per_slot * kept + free
-    assert value(rows, "h2o", "ratio") == pytest.approx(value(rows, "full", "dense_bytes") / used)
+    assert value(rows, "h2o", "x_smaller") == pytest.approx(
+        value(rows, "full", "dense_bytes") / 2 / (per_slot * slots + free)
+    )
     assert value(rows, "h2o", "bits_per_value") == pytest.approx(8 * used / (2 * heads * HEAD * kept))
 
 
@@ -126,7 +129,7 @@ def test_recompute_holds_nothing(rows: list[Row]) -> None:
     assert value(rows, "recompute", "held_bytes") == 0
     assert parts(rows, "recompute") == {}
     assert value(rows, "recompute", "kept_tokens") == 0
-    assert not [row for row in rows if row.method == "recompute" and row.metric in ("ratio", "bits_per_value")]
+    assert not [row for row in rows if row.method == "recompute" and row.metric in ("x_smaller", "bits_per_value")]
     # The prompt, then the whole prefix at every step.
     assert value(rows, "recompute", "positions_processed") == sum(range(CONTEXT, SEEN + 1))
     assert value(rows, "full", "positions_processed") == SEEN
@@ -345,7 +348,22 @@ def test_layers_that_the_model_bounds_count_with_what_they_hold() -> None:
     for method in ("full", "h2o"):
         assert value(rows, method, "dense_bytes") == dense
         assert value(rows, method, "compressible_share") == pytest.approx(SEEN / (SEEN + 15))
-    assert value(rows, "full", "ratio") == pytest.approx(1, abs=0.07)
+    assert value(rows, "full", "x_smaller") == pytest.approx(0.5, abs=0.07)
     assert value(rows, "full", "bits_per_value") == pytest.approx(32, rel=0.07)
     held = {method: parts(rows, method)["dense"] for method in ("full", "h2o")}
     assert held == {"full": 4 * numbers * (SEEN + 16), "h2o": 4 * numbers * (11 + 16)}  # a slot for the step itself
+
+
+def test_progress_names_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each method is a phase of its own in a run, so a line without a name would say nothing."""
+    said: list[str] = []
+    here = bench(methods("full", "h2o"))
+    monkeypatch.setattr(type(here.progress), "say", lambda progress, line: said.append(line))
+    for method in here.methods:
+        rows_of(measure_bytes(replace(here, methods=[method]), Memory([CONTEXT], TOKENS, isolate=False)))
+    rows_of(measure_bytes(here, Memory([CONTEXT], TOKENS, isolate=False)))
+    assert [line.rpartition(":")[0] for line in said] == [
+        f"memory {CONTEXT} full",
+        f"memory {CONTEXT} h2o",
+        f"memory {CONTEXT} of 2 methods",
+    ]

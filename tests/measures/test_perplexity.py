@@ -373,3 +373,4 @@ def test_bytes_are_those_of_the_scored_cache_against_a_full_cache_in_16_bits() -
     assert small == value(rows, "h2o", "held_bytes") < full / 2
     assert value(rows, "h2o", "x_smaller") == pytest.approx(2 * 2 * number * seen / small)
     assert not [row for row in rows if row.method == "recompute" and row.metric == "x_smaller"]  # nothing is held
+    assert {value(rows, method, "windows") for method in ("full", "h2o", "recompute")} == {2}

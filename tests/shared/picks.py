@@ -14,6 +14,7 @@ from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
 from kvbench.kernels.prefill import Scoring
+from tests.shared.observing import observed_of
 
 B, HQ, HKV, D = 2, 4, 2, 16
 SCALING = D**-0.5
@@ -27,7 +28,7 @@ def draw(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 def layer_of(rule: KeepRule, query, key, value, store: Store | None = None, new=64, index=0, layers=1) -> SlotLayer:
     scoring = Scoring(SCALING)
-    observed = {o: o.compute(query, key, scoring) for o in rule.observations()}
+    observed = observed_of(rule, query, key, scoring)
     record = LayerRecord(index, key, value, scoring, observed)
     plan = plan_layer(Method("m", rule, store or DenseStore()), record, layers)
     return build_layer(record, replace(plan, max_new_tokens=new))

@@ -112,7 +112,7 @@ def _memory(start: Row, context: int, share: float) -> list[Row]:
         "dense_bytes": (dense, "bytes"),
         "slack_bytes": (held / 50, "bytes"),
         "bits_per_value": (32 * share, "bits"),
-        "ratio": (1 / share, "x"),
+        "x_smaller": (0.5 / share, "x"),
         "peak_prefill_bytes": (8e8, "bytes"),
         "peak_decode_bytes": (7e8, "bytes"),
         f"held_bytes.{part}": (0.9 * held, "bytes"),

@@ -34,6 +34,7 @@ class Latency(Measure):
         Headline("compress_ms", "compress", "ms", "low"),
         Headline("ttft_ms", "TTFT", "ms", "low", rank=1),
         Headline("tpot_p50_ms", "TPOT p50", "ms", "low"),
+        Headline("tpot_to_full", "TPOT / full's", "x", "low"),
         Headline("tpot_p90_ms", "p90", "ms", "low"),
         Headline("tpot_p99_ms", "p99", "ms", "low", rank=1),
         Headline("itl_p50_ms", "between tokens", "ms", "low", rank=2),
@@ -44,8 +45,6 @@ class Latency(Measure):
         *ENGAGED,
     )
     is_timed: ClassVar[bool] = True
-    compares_with_full: ClassVar[bool] = False
-
     contexts: list[int] = setting([512, 2048, 4096])
     steps: int = setting(48, most=1_000_000)
     warmup: int = setting(8, lowest=0, most=1_000_000)
@@ -61,6 +60,10 @@ class Latency(Measure):
     def cells(self) -> list[Latency]:
         alone = [replace(self, contexts=[context]) for context in self.contexts]
         return [cell for one in alone for cell in one._by_batch()]
+
+    def beside(self, methods: Sequence[MethodRun], everyone: Sequence[MethodRun]) -> list[MethodRun]:
+        """The full cache, for the ratio of times; nothing beside a throughput, which each method has by itself."""
+        return super().beside(methods, everyone) if self.batches else []
 
     def _by_batch(self) -> list[Latency]:
         """A cell for each batch, and one without batches for the throughput."""
@@ -79,12 +82,7 @@ class Latency(Measure):
     def summarise(self, method: MethodRun, rows: Sequence[Row]) -> list[Row]:
         from kvbench.measures.latency.slope import slope
 
-        points = [
-            (row.context, row.value)
-            for row in rows
-            if row.metric == "tpot_p50_ms" and row.context and row.value is not None
-        ]
-        return slope(method, points, self.batches[0])
+        return slope(method, rows, self.batches[0])
 
     def prompts(self) -> list[int]:
         return self.contexts

@@ -5,7 +5,7 @@ hits all alike. Every timed step is synchronised on both sides: TPOT is one step
 graph. ITL is the interval between two tokens of a greedy generation, each chosen from the one before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from kvbench.measures.latency import Latency
 from kvbench.measures.latency.generation import Generation, generation
 from kvbench.measures.latency.machine import Machine, machine_now, read_bandwidth, read_bytes
 from kvbench.measures.latency.throughput import throughput
+from kvbench.measures.latency.time_ratios import ratio_row
 from kvbench.measures.out_of_memory import with_fallback
 from kvbench.measures.result import Result, engagement_rows
 from kvbench.measures.statistics import bounds, median_interval, percentile_interval
@@ -144,7 +145,9 @@ def _together(context: RunContext, settings: Latency, prompt: int, batch: int, o
     if record is None:
         return {}
     machine = machine_now(context.loaded.device)
-    found = {one.method.label: list(_rows(context, one, record, prompt, machine)) for one in timed}
+    # Only steps of the same turns are compared: a full cache that was timed alone has no ratio.
+    full_ms = next((one.step_ms for one in timed if one.method.is_baseline), [])
+    found = {one.method.label: list(_rows(context, one, record, prompt, machine, full_ms)) for one in timed}
     methods = [one.method for one in timed]
     timed.clear()  # the caches make room for those that generate
     for generated in _generations(context, settings, record, methods, prompt):
@@ -222,7 +225,15 @@ def _generations(
     return [each for each in found if not context.has_failed(each.method, "latency", context=prompt, batch=each.batch)]
 
 
-def _rows(context: RunContext, one: TimedMethod, record: PrefillRecord, prompt: int, machine: Machine) -> Iterator[Row]:
+def _rows(
+    context: RunContext,
+    one: TimedMethod,
+    record: PrefillRecord,
+    prompt: int,
+    machine: Machine,
+    full_ms: Sequence[float],
+) -> Iterator[Row]:
+    """The rows of one method. full_ms: the steps of the full cache in the same turns; empty where it was not timed."""
     times, batch = np.array(one.step_ms), record.ids.shape[0]
     steady = is_steady(one.step_ms, context.seed)
     unsteady = None if steady else "the first and the second half of the steps differ"
@@ -256,6 +267,8 @@ def _rows(context: RunContext, one: TimedMethod, record: PrefillRecord, prompt: 
             unit="ms",
             **bounds(percentile_interval(times, percent, context.seed)),
         )
+    if full_ms:
+        yield ratio_row(many, one.step_ms, full_ms, context.seed)
     yield replace(many, metric="steady", value=float(steady), unit="yes")
     if not one.cache.recomputes:
         yield from _bandwidth_rows(context, one, many)

@@ -22,12 +22,12 @@ class Memory(Measure):
     rates_quality: ClassVar[bool] = False
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("held_bytes", "held", "bytes", "low", exact=True),
+        Headline("x_smaller", "x smaller than 16-bit", "x", "high", exact=True),
         Headline("dense_bytes", "dense", "bytes", folds=True),
         Headline("analytic_bytes", "formula", "bytes", rank=2),
         Headline("slack_bytes", "slack", "bytes", rank=1),
         Headline("compressible_share", "compressible", "percent", rank=1, folds=True),
         Headline("bits_per_value", "bits/value", "fixed2", "low", exact=True),
-        Headline("ratio", "ratio", "x", "high", exact=True),
         Headline("peak_prefill_bytes", "peak prefill", "bytes"),
         Headline("peak_decode_bytes", "peak decode", "bytes"),
         *ENGAGED,

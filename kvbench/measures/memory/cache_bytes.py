@@ -14,6 +14,7 @@ from kvbench.cache.caches import AnyCache, KVCache
 from kvbench.cache.decode import step
 from kvbench.cache.formula import kept_bytes
 from kvbench.cache.record import PrefillRecord
+from kvbench.cache.size import planned_16bit
 from kvbench.errors import UserError
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.memory import Memory
@@ -29,7 +30,7 @@ WARM_UP = 256
 
 
 def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
-    """One result a context and method: bytes by part, the formula beside them, bits a value, ratio and peaks.
+    """One result a context and method: bytes by part, the formula beside them, bits a value and peaks.
 
     Every method prefills for itself here, so that a prefill's peak holds its own observations and no other's; and,
     where `isolate`, in a process that nothing else has run in. A model that a device map spreads over several devices
@@ -38,7 +39,8 @@ def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
     spread = len(set((getattr(context.loaded.model, "hf_device_map", None) or {}).values())) > 1
     isolate = settings.isolate and context.spec is not None and not spread and can_have_children()
     for prompt in settings.contexts:
-        with context.progress.phase(f"memory {prompt}", len(context.methods)) as advance:
+        names = context.methods[0].label if len(context.methods) == 1 else f"of {len(context.methods)} methods"
+        with context.progress.phase(f"memory {prompt} {names}", len(context.methods)) as advance:
             for method in context.methods:
                 with context.guarded(method, "memory", context=prompt):
                     measured = _apart if isolate else _measure
@@ -130,6 +132,11 @@ def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -
     base = replace(method.row, measure="memory", context=prompt, batch=1, n=1, protocol="prefill_decode")
     held = held_bytes(cache.buffers())
     rows = _held_rows(base, cache, held, sizes)
+    full = planned_16bit(context.loaded, model.config.get_text_config())
+    if full is not None and held.held:
+        note = "bytes of a full cache in 16 bits over bytes held, slots for coming tokens included"
+        smaller = full.full_bytes(1, prompt + tokens) / held.held
+        rows.append(replace(base, metric="x_smaller", value=smaller, unit="x", note=note))
     if isinstance(cache, KVCache):
         rows += _side_by_side(base, held, formula(cache), allocator_bytes(cache.buffers()))
     for metric, phase in (("peak_prefill_bytes", prefill_peak), ("peak_decode_bytes", decode_peak)):
@@ -223,7 +230,7 @@ def _held_rows(base: Row, cache: AnyCache, held: Held, sizes: Sizes) -> list[Row
     ]
     if held.used:
         kept = sizes.growing * cache.kept_tokens + sizes.bounded + sizes.state
-        found += [("ratio", dense / held.used, "x"), ("bits_per_value", 8 * held.used / kept, "bits")]
+        found.append(("bits_per_value", 8 * held.used / kept, "bits"))
     if sizes.bounded or sizes.state:  # the share of the full cache that methods can compress
         found.append(("compressible_share", sizes.growing_bytes / dense, "share"))
     rows = [replace(base, metric=metric, value=float(value), unit=unit) for metric, value, unit in found]

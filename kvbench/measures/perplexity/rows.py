@@ -2,7 +2,7 @@
 
 A method's rows: ppl, nll, kl, kl_reverse, top1, top5; nll_minus_full with its worst decile and the share of worse
 samples; gap_closed_nll and gap_closed_kl; nll_at and kl_at by position; engaged, kept_tokens, positions_processed;
-held_bytes (of a batch), scored_kept_tokens, scored_bytes, x_smaller.
+windows; held_bytes (of a batch), scored_kept_tokens, scored_bytes, x_smaller.
 """
 
 import math
@@ -82,6 +82,7 @@ def _rows(
     yield from gap_rows(base, method, context, scores, windows)
     engaged, kept = float(torch.cat(mine.columns["engaged"])[windows].mean()), sum(mine.kept) / len(mine.kept)
     yield from engagement_rows(base, engaged, kept, sum(mine.processed) / len(mine.processed))
+    yield replace(base, metric="windows", value=float(len(windows)), unit="windows")
     yield from _byte_rows(base, mine)
 
 

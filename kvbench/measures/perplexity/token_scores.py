@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import AnyCache
-from kvbench.cache.size import Planned, planned_of
-from kvbench.errors import UserError
+from kvbench.cache.size import planned_16bit
 from kvbench.measures.context import MethodRun, RunContext
 
 COMPARED = ("kl", "kl_reverse", "top1", "top5")
@@ -54,7 +53,7 @@ class Scorer:
         self.method, self.cache, self.targets, self.done = method, cache, targets, 0
         self.predictions = cache.predictions(context.loaded.model, targets, step)
         self.steps: dict[str, list[Tensor]] = {}
-        self.planned = _planned(context)
+        self.planned = planned_16bit(context.loaded, context.loaded.model.config.get_text_config())
         self.kept, self.held, self.full_16bit = list[float](), list[float](), list[float]()
 
     @torch.inference_mode()
@@ -100,14 +99,6 @@ class Scorer:
         ):
             if values:
                 means.append(sum(values) / len(values))
-
-
-def _planned(context: RunContext) -> Planned | None:
-    """The model's cache in 16 bits by formula; None for families whose states have no known size."""
-    try:
-        return planned_of(context.loaded, context.loaded.model.config.get_text_config(), torch.bfloat16)
-    except UserError:
-        return None
 
 
 def compare(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:

@@ -108,11 +108,12 @@ def _speed(group: Group, members: Sequence[MethodNumbers]) -> list[str]:
     own, full = fastest.numbers["tpot_p50_ms"], fastest.full_tpot
     unsteady = [one.label for one in (group.baseline, fastest) if one is not None and one.value("steady") == 0]
     doubt = f" The timing of {' and '.join(unsteady)} was not steady." if unsteady else ""
+    against = "" if full is None else f" against {_ms(full)}"
     rest = "" if ratio < 1 else ", so no method is faster than the full cache"
     context = group.contexts.get("latency", 0)
     return [
         f"At {context:,} tokens of context {fastest.label} takes {number_text.fixed_text(ratio, 2)}x the full cache's "
-        f"median time per output token ({_ms(own)} against {_ms(full)} in one run), the least of {len(timed)} methods "
+        f"median time per output token ({_ms(own)}{against} in one run), the least of {len(timed)} methods "
         f"that were timed beside it{rest}.{doubt}"
     ]
 

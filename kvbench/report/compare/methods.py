@@ -21,6 +21,7 @@ from kvbench.report.compare.needle_hits import INFORMATIVE, over_tasks, pooled_r
 from kvbench.report.compare.needle_loss import NeedleLoss, RateKey, needle_loss, unpaired_loss
 from kvbench.report.compare.scored_bytes import METRICS, bytes_metric, size_of
 from kvbench.report.compare.texts import main_dataset
+from kvbench.report.compare.time_ratios import with_time_ratios
 from kvbench.report.compare.warnings import GAPS
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence
 from kvbench.results.paired import Verdict
@@ -29,7 +30,7 @@ from kvbench.results.row import Row
 QUALITY = ("ppl", "nll_minus_full", "kl", "top1", *GAPS, "engaged", "kept_tokens", "positions_processed")
 WHILE_SCORED = ("scored_kept_tokens", "x_smaller")
 BYTES = ("held_bytes", "dense_bytes", "compressible_share", "bytes_per_token", "bytes_per_token_layer")
-SPEED = ("tpot_p50_ms", "bandwidth_share", "steady")
+SPEED = ("tpot_p50_ms", "tpot_to_full", "bandwidth_share", "steady")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROTOCOL = "prefill_decode"
 """Of several protocols of a measure the one that is taken: compress a prompt, then decode."""
@@ -66,9 +67,8 @@ class MethodNumbers:
 
     @property
     def speed(self) -> float | None:
-        """Time per output token over that of the full cache in the same run; None without both."""
-        own, full = self.value("tpot_p50_ms"), None if self.full_tpot is None else self.full_tpot.value
-        return own / full if own is not None and full else None
+        """Time per output token over that of the full cache in the same run; None without a full cache beside it."""
+        return self.value("tpot_to_full")
 
     @property
     def traits(self) -> Traits:
@@ -117,6 +117,7 @@ def groups_of(rows: Sequence[Row], evidence: WindowEvidence = NO_EVIDENCE) -> li
 
     evidence: windows from which the methods get their verdicts.
     """
+    rows = with_time_ratios(rows)
     names = labels([row for row in rows if row.method])
     settings: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -208,7 +209,10 @@ def _take_scored(group: Group, found: dict[Config, MethodNumbers], rows: list[Ro
         context = longest if context is None else context
         for line in sorted(lines, key=lambda line: -(line.row.batch or 0)):
             if line.row.context == context:
-                found[config_of(line.row)].scored = line.get("held_bytes")
+                one = found[config_of(line.row)]
+                one.scored = line.get("held_bytes")
+                if (smaller := line.get("x_smaller")) is not None:
+                    one.numbers["x_smaller"] = smaller
     if context is not None and any(one.scored for one in found.values()):
         group.contexts["bytes"] = context
 

@@ -110,7 +110,7 @@ def _not_measured(rows: Iterable[Row]) -> Iterable[AboutRow]:
     for row in rows:
         if row.status != "ok":
             yield row.status, row, _one_line(row.note or "no reason recorded")
-        elif row.metric is not None and row.value is None and row.metric not in ("engaged", *GAPS):
+        elif row.metric not in (None, "engaged", *GAPS) and row.value is None and "not_computed" not in flags_of(row):
             yield "not a number", row, f"{row.metric} is undefined or infinite"
 
 

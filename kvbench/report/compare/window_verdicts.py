@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvbench.report.compare.comparison import is_baseline
+from kvbench.report.compare.comparison import comparison_key, is_baseline
 from kvbench.report.compare.method_families import LARGEST, MethodFamily, families_of
 from kvbench.report.compare.window_samples import MethodWindows, WindowKey, WindowSample, by_method, by_text, window_key
 from kvbench.results.paired import FEWEST_UNITS, MARGIN, Verdict, verdict, verdicts
@@ -48,6 +48,19 @@ class WindowEvidence:
         """The verdict for the method, context and protocol of a row; None without samples."""
         found = (self.verdicts.get(key) for key in _keys(row)) if row is not None else iter(())
         return next((verdict for verdict in found if verdict is not None), None)
+
+    def window_count(self, row: Row) -> int | None:
+        """Windows of the method of a row, for the full cache of all methods beside it; None without samples."""
+        own = self.windows_of(row)
+        if own is not None or not is_baseline(row):
+            return None if own is None else len(own.differences)
+        setting = comparison_key(row, across_measures=True), row.context
+        beside = [
+            len(method.differences)
+            for method in self.windows.values()
+            if (comparison_key(method.row, across_measures=True), method.row.context) == setting
+        ]
+        return max(beside, default=None)
 
     def windows_of(self, row: Row | None) -> MethodWindows | None:
         """The windows behind a row of perplexity, of a method or of the full cache; None without samples."""
@@ -114,12 +127,17 @@ def evidence_of(samples: Iterable[WindowSample]) -> WindowEvidence:
     return WindowEvidence(windows, dict(zip(both, given, strict=True)), tuple(families), best, single, full)
 
 
-def verdict_cell(verdict: Verdict | None) -> str:
-    """The verdict as a cell of a table: `worse`, `not enough data (8 windows; at least 10 needed)`."""
+def verdict_cell(verdict: Verdict | None, *, short: bool = False) -> str:
+    """The verdict as a cell of a table: `worse`, `not enough data (8 windows; at least 10 needed)`.
+
+    short: two words at most.
+    """
     if verdict is None:
         return "–"
     if verdict.kind == "worse":
         return "worse"
+    if short:
+        return verdict.kind.replace("_", " ").replace("not enough data", "no verdict")
     if verdict.kind == "within_margin":
         return "within margin, with a loss" if verdict.shows_loss else "within margin"
     return verdict.text()

@@ -15,6 +15,7 @@ from kvbench.report.advice.summary import summary
 from kvbench.report.compare.comparison import is_baseline, measures_of
 from kvbench.report.compare.methods import groups_of
 from kvbench.report.compare.names import short_model
+from kvbench.report.compare.origins import origins_of
 from kvbench.report.compare.texts import split_by_text
 from kvbench.report.compare.warnings import ReportWarning, find_warnings, remarks
 from kvbench.report.compare.window_samples import read_windows
@@ -60,7 +61,8 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
     windows = read_windows(runs)
     evidence = evidence_of(windows)
     groups = groups_of(rows, evidence)
-    head = overview(groups, headlines, evidence)
+    origins = origins_of(runs)
+    head = overview(groups, headlines, evidence, origins)
     measured = [group for group in groups if group.members]
     samples = [sample for sample in windows if not is_baseline(sample.row)]
     folders = _folders_of_rows(runs)
@@ -73,7 +75,7 @@ def build_report(runs: Sequence[Path], rows: Sequence[Row], out: Path) -> Report
         card=answer_card(groups, evidence),
         tables=[
             *([head] if head is not None else []),
-            *build_tables(rows, headlines, evidence),
+            *build_tables(rows, headlines, evidence, origins),
             *published_tables(configs.values(), rows),
         ],
         traits=traits_table(measured),

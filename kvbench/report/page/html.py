@@ -18,9 +18,10 @@ from kvbench.report.figures.all_figures import DrawnFigure
 from kvbench.report.figures.style import COLOURS
 from kvbench.report.page.commands import RecordedRun, command_of
 from kvbench.report.page.content import Report
+from kvbench.report.page.latex import to_latex
 from kvbench.report.page.markdown import NO_WARNINGS, READING, machine_text
 from kvbench.report.page.pages import split_figures, split_tables
-from kvbench.report.page.table_files import to_csv, to_latex, to_markdown
+from kvbench.report.page.table_files import to_csv, to_markdown
 from kvbench.report.tables.table import INTERVAL, Column, Table
 
 OPEN_LINES = 3

@@ -22,11 +22,12 @@ READING = """\
 ΔNLL: nats a token above the full cache on the same tokens. KL: from the full cache to the method, nats a token. top-1:
 share of tokens for which both predict the same next token. engaged: share of the scored tokens that were predicted
 after an eviction or a quantisation. kept: tokens held per KV head. TTFT: time to first token. TPOT: time per output
-token. a token: held bytes divided by tokens seen. x smaller: bytes of the full cache of the same model and run, divided
-by bytes held, free slots included. x smaller than 16-bit: bytes of a full cache in 16 bits, divided by bytes held,
-means while scored. decode: append adds decoded tokens to the budget, evict holds the budget. Brackets: 95% intervals
-(how they are computed: under How it was measured). Bold: better than every other method beyond the intervals; for
-perplexity by paired tests over windows, as the caption says. The CSV files hold unrounded numbers.
+token. TPOT / full's: median step over the full cache's in the same run, below 1 is faster. a token: held bytes divided
+by tokens seen. x smaller: bytes of the full cache of the same model and run, divided by bytes held, free slots
+included. x smaller than 16-bit: bytes of a full cache in 16 bits, divided by bytes held, means while scored. decode:
+append adds decoded tokens to the budget, evict holds the budget. Brackets: 95% intervals (how they are computed: under
+How it was measured). Bold: better than every other method beyond the intervals; for perplexity by paired tests over
+windows, as the caption says. The CSV files hold unrounded numbers.
 """
 
 

@@ -1,4 +1,4 @@
-"""A table as CSV, Parquet, Markdown and LaTeX."""
+"""A table as CSV, Parquet and Markdown; as LaTeX: page/latex.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvbench.report.tables.table import INTERVAL, Column, Table
+from kvbench.report.page.latex import to_latex
+from kvbench.report.tables.table import Column, Table
 
 
 def written_forms(table: Table) -> dict[str, str | bytes]:
@@ -51,69 +52,6 @@ def to_parquet(table: Table) -> bytes:
     pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), buffer)
     content: bytes = buffer.getvalue().to_pybytes()
     return content
-
-
-def to_latex(table: Table) -> str:
-    """A `table` environment with booktabs rules, the best of a column in bold, no wider than the text.
-
-    It needs \\usepackage{booktabs,graphicx}. Columns of rank 2 and above are only in the CSV.
-    """
-    columns = [column for column in table.columns if column.rank < 2]
-    spec = "".join("l" if column.left else "r" for column in columns)
-    lines = [" & ".join(_latex(column.header) for column in columns) + r" \\", r"\midrule"]
-    lines += [" & ".join(_latex_cell(column, index) for column in columns) + r" \\" for index in range(table.height)]
-    caption = ". ".join([table.title, ", ".join(table.caption)]).rstrip(". ") + "."
-    return (
-        "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
-                rf"\caption{{{_latex(caption)}}}",
-                rf"\label{{tab:{table.name}}}",
-                rf"\sbox0{{\begin{{tabular}}{{{spec}}}",
-                r"\toprule",
-                *lines,
-                r"\bottomrule",
-                r"\end{tabular}}%",
-                r"\ifdim\wd0>\textwidth\resizebox{\textwidth}{!}{\usebox0}\else\usebox0\fi",
-                r"\end{table}",
-            ]
-        )
-        + "\n"
-    )
-
-
-def _latex_cell(column: Column, index: int) -> str:
-    """The number, bold where it is the best, its interval in a tiny font."""
-    found = INTERVAL.match(column.full[index])
-    number, interval = found.groups() if found and not column.left else (column.full[index], "")
-    text = rf"\textbf{{{_latex(number)}}}" if index in column.best else _latex(number)
-    return rf"{text} {{\tiny {_latex(interval)}}}" if interval else text
-
-
-LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "Δ": r"$\Delta$",
-    "–": "--",
-    "†": r"$^\dagger$",
-    "±": r"$\pm$",
-    ">": r"$>$",
-    "<": r"$<$",
-    "·": r"$\cdot$",
-}
-
-
-def _latex(text: str) -> str:
-    return "".join(LATEX.get(sign, sign) for sign in text)
 
 
 def _escaped(cell: str) -> str:

@@ -11,9 +11,10 @@ from kvbench.report.compare.window_samples import read_windows
 from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.page.content import build_report
 from kvbench.report.page.html import changes_html, details_html, has_details, report_html
+from kvbench.report.page.latex import to_latex
 from kvbench.report.page.markdown import details_markdown, report_markdown
 from kvbench.report.page.pages import DETAILS
-from kvbench.report.page.table_files import to_csv, to_latex, to_markdown, written_forms
+from kvbench.report.page.table_files import to_csv, to_markdown, written_forms
 from kvbench.report.tables.changes import changes, changes_sentence, changes_table
 from kvbench.report.tables.table import Table
 from kvbench.results.loading import find_runs, load, load_what_is_there

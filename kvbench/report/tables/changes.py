@@ -180,7 +180,19 @@ def changes_table(found: Sequence[Change], rows: Sequence[Row]) -> Table:
         rows_of_side = [getattr(change, side) for change in found]
         numbers = [None if row is None else row.value for row in rows_of_side]
         columns.append(Column(key, key, cells, cells, numbers=numbers))
-    return Table("against", "Changes", [], tuple(columns), [dict(text) for text in texts])
+    records = [_record(change, text) for change, text in zip(found, texts, strict=True)]
+    return Table("against", "Changes", [], tuple(columns), records)
+
+
+def _record(change: Change, text: Mapping[str, str]) -> dict[str, Any]:
+    """The line of the CSV: where the change is, and both numbers unrounded with their bounds and statuses."""
+    row = change.row
+    record: dict[str, Any] = {"what": change.kind, "model": row.model, "method": text["method"]}
+    record |= {"measure": row.measure, "context": row.context, "depth": row.depth, "metric": row.metric}
+    for side, found in (("old", change.old), ("new", change.new)):
+        columns = {"": "value", "_low": "low", "_high": "high", "_status": "status"}
+        record |= {f"{side}{ending}": getattr(found, name, None) for ending, name in columns.items()}
+    return record
 
 
 def _texts(change: Change, label: str) -> dict[str, str]:

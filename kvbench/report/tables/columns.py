@@ -10,12 +10,13 @@ from typing import Any
 from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import Line, comparison_key, config_of, decode_of, sees_future
 from kvbench.report.compare.names import display_name, knob_text, short_model, varying_knobs, varying_other_knobs
+from kvbench.report.compare.time_ratios import SLOPE
 from kvbench.report.compare.warnings import GAPS
 from kvbench.report.compare.window_verdicts import HOW, NO_EVIDENCE, WindowEvidence, verdict_cell
 from kvbench.report.tables.table import Column, text_column
 from kvbench.results.headline import Format, Headline
 from kvbench.results.paired import Verdict
-from kvbench.results.row import IDENTITY, KINDS, KNOBS, Row
+from kvbench.results.row import IDENTITY, KINDS, KNOBS, Row, flags_of
 
 FORMATS: dict[Format, Callable[[Sequence[float]], tuple[str, number_text.Format]]] = {
     "fixed2": number_text.fixed(2),
@@ -32,6 +33,8 @@ FORMATS: dict[Format, Callable[[Sequence[float]], tuple[str, number_text.Format]
 """For each format of a headline: from the values of a column its unit and how to write one value."""
 TESTED = ("ppl", "nll_minus_full")
 """Metrics whose best methods are marked by paired tests over windows."""
+LARGEST_BATCH = "largest_batch"
+"""Protocol of a throughput at the largest batch that fits: each method has its own."""
 TIME_UNITS = ("ms", "ms/1k", "s", "tokens/s", "bytes/s")
 BATCH_UNITS = (*TIME_UNITS, "bytes")
 """Units of metrics that depend on the batch size. Quality does not: there a batch is the windows run at a time."""
@@ -114,7 +117,8 @@ def verdict_column(verdicts: Sequence[Verdict | None]) -> tuple[list[Column], li
     """A column of verdicts against the full cache, and their rule for the caption; both empty without a verdict."""
     if not any(verdicts):
         return [], []
-    return [text_column("verdict", "verdict", [verdict_cell(verdict) for verdict in verdicts], rank=3)], [HOW]
+    full, compact = [verdict_cell(one) for one in verdicts], [verdict_cell(one, short=True) for one in verdicts]
+    return [Column("verdict", "verdict", full, compact, left=True, rank=1)], [HOW]
 
 
 def metric_columns(
@@ -179,7 +183,9 @@ def best_of(lines: Sequence[Line], headline: Headline, *, across_measures: bool 
 def _setting(line: Line, row: Row, *, across_measures: bool) -> tuple[Any, ...]:
     """Lines with equal settings compete. Over several measures bytes are those of one sequence."""
     source = row if across_measures else line.row
-    batch = source.batch if row.unit in (TIME_UNITS if across_measures else BATCH_UNITS) else None
+    depends = row.measure == "latency" or row.unit in (TIME_UNITS if across_measures else BATCH_UNITS)
+    # Of the largest batch that fits, the batch is part of the result.
+    batch = source.batch if depends and row.protocol != LARGEST_BATCH else None
     return (*comparison_key(source, across_measures=True), source.context, source.dataset, source.question, batch)
 
 
@@ -206,18 +212,33 @@ def _cell(line: Line, metric: str, form: number_text.Format, *, compact: bool) -
         return f"{form(values[0])}–{form(values[-1])}"
     if row is None:
         return "–"
-    if row.value is None and metric in GAPS:  # undefined, for the reason in its note
+    if row.value is None and (metric in GAPS or "not_computed" in flags_of(row)):  # for the reason in its note
         return "–"
     if row.value is None or not math.isfinite(row.value):  # rows that were read from a file have None for both
         return "not finite"
     form = number_text.within(form, row.low, row.high)
     text = form(row.value)
-    if row.low is None or row.high is None:
+    if row.low is None or row.high is None or row.low == row.high == row.value:
         return text
     if compact:
-        half = form((row.high - row.low) / 2).lstrip("+")
+        half = form((row.high - row.low) / 2).lstrip("+").rstrip("x")
         return f"{text} ±{half.rstrip('0').rstrip('.') if '.' in half else half}"
     return number_text.interval(text, form(row.low), form(row.high))
+
+
+def sampled_text(measure: str, lines: Sequence[Line], headlines: Iterable[Headline]) -> list[str]:
+    """The caption part that says on how many values an interval rests. Perplexity and needles have columns for it."""
+    if measure in ("perplexity", "needle"):
+        return []
+    metrics = [one.metric for one in headlines if one.metric != SLOPE]  # its values are contexts
+    rows = [row for metric in metrics for line in lines if (row := line.get(metric)) is not None]
+    counts = {row.n for row in rows if row.n is not None and row.low is not None}
+    if not counts:
+        return []
+    least, most = min(counts), max(counts)
+    return [
+        f"an interval rests on {least:,} values" if least == most else f"intervals rest on {least:,} to {most:,} values"
+    ]
 
 
 def repeats_text(lines: Sequence[Line]) -> list[str]:

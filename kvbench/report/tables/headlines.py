@@ -21,13 +21,16 @@ SMALLER = Headline("times_smaller", "x smaller", "x", better="high", exact=True)
 """Bytes of the full cache over bytes of the method, made from `held_bytes` of both."""
 SIXTEEN_BITS = Headline("x_smaller", "x smaller than 16-bit", "x", better="high", exact=True)
 """Bytes of a full cache in 16 bits over bytes of the method's, means over the scored tokens."""
+WINDOWS = Headline("windows", "windows", "count", folds=True)
+RETIRED = ("ratio",)
+"""Metrics of older rows that no table and no file shows. `ratio` left slack out, so it contradicted `times_smaller`."""
 KEPT_WHILE_SCORED = Headline("scored_kept_tokens", "kept while scored", "count", rank=1, folds=True)
 KEPT = COUNTS[1]
 FORMAT_OF_UNIT: dict[str | None, Format] = {"bytes": "bytes", "ms": "ms", "ms/1k": "ms_per_1k", "share": "percent"}
 
 
 def headlines_of(measure: str, lines: Sequence[Line], recorded: Recorded | None = None) -> tuple[Headline, ...]:
-    """The columns of a measure's table, then COUNTS. SMALLER follows `held_bytes` and replaces `ratio`.
+    """The columns of a measure's table, then COUNTS. SMALLER follows `held_bytes`.
 
     Tokens kept while scored replace those kept after scoring, if all lines have them.
     """
@@ -36,7 +39,7 @@ def headlines_of(measure: str, lines: Sequence[Line], recorded: Recorded | None 
     metrics = [headline.metric for headline in found]
     if "held_bytes" in metrics:
         found.insert(1 + metrics.index("held_bytes"), SMALLER)
-        found = [headline for headline in found if headline.metric != "ratio"]  # leaves slack out
+    found = [headline for headline in found if headline.metric not in RETIRED]
     return with_one_kept((*found, *(count for count in COUNTS if count.metric not in metrics)), lines)
 
 

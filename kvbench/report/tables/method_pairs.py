@@ -19,8 +19,11 @@ HOW = (
 )
 
 
-def method_pairs_table(families: Sequence[MethodFamily]) -> Table | None:
-    """One line for each pair of a family, the pairs with the smallest p first; None without a family."""
+def method_pairs_table(families: Sequence[MethodFamily], origin: Sequence[str] = ()) -> Table | None:
+    """One line for each pair of a family, the pairs with the smallest p first; None without a family.
+
+    origin: caption parts that say where the rows come from.
+    """
     if not families:
         return None
     lines = sorted(_lines(families), key=lambda line: line["p"])
@@ -45,7 +48,9 @@ def method_pairs_table(families: Sequence[MethodFamily]) -> Table | None:
         text_column("verdict", "verdict", [_verdict(line) for line in lines]),
     ]
     windows = dict.fromkeys(f"{line['windows']} windows" for line in lines)
-    return Table("method_pairs", "Methods compared pairwise", [HOW, *windows], tuple(columns), lines, terminal=False)
+    return Table(
+        "method_pairs", "Methods compared pairwise", [HOW, *windows, *origin], tuple(columns), lines, terminal=False
+    )
 
 
 def _lines(families: Sequence[MethodFamily]) -> Iterator[dict[str, Any]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from kvbench.report.compare.comparison import MODEL_AND_DEVICE, Cell, Line, layout_of, measures_of, weights_of
 from kvbench.report.compare.methods import Group, MethodNumbers
 from kvbench.report.compare.names import display_name, short_model
+from kvbench.report.compare.origins import Origins, mixed_origins, runs_of
+from kvbench.report.compare.time_ratios import missing_ratios
 from kvbench.report.compare.verdicts import WEIGHTS_WORDS, loss_text, times_text
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE, WindowEvidence, verdict_record
 from kvbench.report.tables.columns import identity_columns, metric_columns, verdict_column
@@ -31,13 +34,14 @@ QUALITY = (
     Headline("nll_minus_full", "ΔNLL", "signed", better="low"),
     Headline("kl", "KL", "small", better="low"),
     Headline("gap_closed_kl", "gap closed", "percent", better="high"),
-    Headline("top1", "top-1", "percent", better="high"),
+    Headline("top1", "top-1", "percent", better="high", rank=1),
     Headline("hit_rate", "needles", "percent", better="high"),
 )
 HELD = Headline("held_bytes", "held", "bytes", better="low", exact=True)
 TPOT = Headline("tpot_p50_ms", "TPOT", "ms", better="low")
+TPOT_TO_FULL = Headline("tpot_to_full", "TPOT / full's", "x", better="low")
 KEPT_TOKENS = (KEPT_WHILE_SCORED, KEPT)
-HEADLINES = (*QUALITY, *KEPT_TOKENS, HELD, SMALLER, SIXTEEN_BITS, TPOT)
+HEADLINES = (*QUALITY, *KEPT_TOKENS, HELD, SMALLER, SIXTEEN_BITS, TPOT, TPOT_TO_FULL)
 # With several architectures in one table sizes come first, because every architecture has them. x smaller and ΔNLL
 # compare with the full cache of the same architecture.
 ARCHITECTURES = (
@@ -47,6 +51,7 @@ ARCHITECTURES = (
     SMALLER,
     SIXTEEN_BITS,
     TPOT,
+    TPOT_TO_FULL,
     Headline("ppl", "ppl", "fixed2"),
     *QUALITY,
 )
@@ -57,11 +62,15 @@ MOST_GROUPS = 2
 
 
 def overview(
-    groups: Sequence[Group], recorded: Recorded | None = None, evidence: WindowEvidence = NO_EVIDENCE
+    groups: Sequence[Group],
+    recorded: Recorded | None = None,
+    evidence: WindowEvidence = NO_EVIDENCE,
+    origins: Origins = MappingProxyType({}),
 ) -> Table | None:
     """One line for each method and group; None with fewer than two lines or without a number.
 
     Where models, KV heads or MLA layouts differ, each line also shows bytes a token and where its weights come from.
+    origins: of the runs; the caption says where the table mixes versions of the code, machines or days.
     """
     lines = [_line(member, group) for group in groups for member in group.everyone]
     several = len({(group.row.model, group.row.kv_heads, layout_of(group.row)) for group in groups}) > 1
@@ -76,6 +85,7 @@ def overview(
     if several:
         words = [WEIGHTS_WORDS[weights_of(line.row)] for line in lines]
         identity.append(text_column("weights", "weights", words))
+    caption += _scored_text(groups)
     verdicts = [member.verdict for group in groups for member in group.everyone]
     verdict, rule = verdict_column(verdicts)
     caption += [*common, *rule, *(evidence.best_text() if any(verdicts) else [])]
@@ -83,6 +93,7 @@ def overview(
         identity.append(text_column("measured", "measured", places))
     if len({row.tokenizer for group in groups if (row := _perplexity(group)) is not None}) > 1:
         caption.append("perplexities of different tokenizers cannot be compared")
+    caption += [*missing_ratios(lines), *mixed_origins(lines, origins)]
     order = reading_order(recorded)
     return Table(
         "overview",
@@ -93,6 +104,18 @@ def overview(
         terminal=False,
         rows=[replace(line.row, measure=",".join(measures_of(line.cells.values(), order))) for line in lines],
     )
+
+
+def _scored_text(groups: Sequence[Group]) -> list[str]:
+    """For the caption: texts and windows of the perplexity, where the groups share them."""
+    rows = [row for group in groups for one in group.everyone if (row := one.numbers.get("nll_minus_full")) is not None]
+    datasets = {row.dataset for row in rows} - {None}
+    counts = {one.verdict.n for group in groups for one in group.members if one.verdict is not None}
+    texts = [f"data {next(iter(datasets))}"] if len(datasets) == 1 else []
+    if counts:
+        least, most = min(counts), max(counts)
+        texts.append(f"{least}{f' to {most}' if most > least else ''} windows")
+    return texts
 
 
 def _line(member: MethodNumbers, group: Group) -> Line:
@@ -148,6 +171,7 @@ def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"method_shown": display_name(line.row), **known}
         for (metric, _, _), row in line.cells.items():
             record |= {metric: row.value, **_bounds(metric, row)}
+        record["runs"] = "; ".join(runs_of([line])) or None
         records.append(record)
     return records
 
@@ -163,8 +187,22 @@ def traits_table(groups: Sequence[Group]) -> Table | None:
     if not pairs:
         return None
     texts = [_traits(member, group) for member, group in pairs]
-    columns = tuple(text_column(key, key, [text[key] for text in texts], whole=key == "method") for key in texts[0])
-    return Table("traits", "Traits", [], columns, [dict(text) for text in texts], terminal=False)
+    columns = tuple(
+        Column(key, key, cells, cells, left=key not in ("x smaller", "at a ΔNLL of"), whole=key == "method")
+        for key in texts[0]
+        for cells in [[text[key] for text in texts]]
+    )
+    return Table("traits", "Traits", [], columns, [_traits_record(*pair) for pair in pairs], terminal=False)
+
+
+def _traits_record(member: MethodNumbers, group: Group) -> dict[str, Any]:
+    """The line of the CSV: words as they are, numbers unrounded."""
+    loss = member.numbers.get("nll_minus_full")
+    text = _traits(member, group)
+    record: dict[str, Any] = {name: text[name] for name in ("method", "shrinks", "retraining", "history")}
+    record |= {"size_bounded": text["size bounded"], "typical_saving": text["typical saving"]}
+    record[SMALLER.metric] = group.times_smaller(member)
+    return record | ({} if loss is None else {"nll_minus_full": loss.value, **_bounds("nll_minus_full", loss)})
 
 
 def _traits(member: MethodNumbers, group: Group) -> dict[str, str]:

@@ -47,10 +47,10 @@ class Column:
         full, compact = [self.full[i] for i in order], [self.compact[i] for i in order]
         return replace(self, full=full, compact=compact, numbers=numbers, best=best)
 
-    def narrow_header(self) -> str:
-        """The header broken into lines no wider than the cells, where words allow it."""
+    def narrow_header(self, cells: Sequence[str] | None = None) -> str:
+        """The header broken into lines no wider than `cells` (default: `compact`), where words allow it."""
         lines: list[str] = []
-        width = max(map(len, self.compact), default=0)
+        width = max(map(len, self.compact if cells is None else cells), default=0)
         for word in self.header.split():
             if lines and len(lines[-1]) + 1 + len(word) <= width:
                 lines[-1] += f" {word}"
@@ -65,7 +65,7 @@ class Table:
 
     name: its file name. caption: what is the same on all lines, part by part. records: the lines of the CSV.
     terminal: False for the page and the files only. rows: for each line one of its rows, from which the command that
-    measures it again is made.
+    measures it again is made. page_only: parts of the caption that a terminal leaves out.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Table:
     records: list[dict[str, Any]]
     terminal: bool = True
     rows: Sequence[Row] = ()
+    page_only: Sequence[str] = ()
 
     @property
     def height(self) -> int:
@@ -126,7 +127,7 @@ def shared_caption(tables: Sequence[Table]) -> list[str]:
 def for_terminal(table: Table, width: int, shared: Sequence[str] = ()) -> RichTable:
     """The table with the columns that fit `width` characters. shared: caption parts that are shown elsewhere."""
     columns, dropped = columns_that_fit(table, width)
-    own = [part for part in table.caption if part not in shared]
+    own = [part for part in table.caption if part not in (*shared, *table.page_only)]
     if dropped:
         own.append(f"not shown here: {', '.join(dropped)}")
     shown = RichTable(

@@ -7,9 +7,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.tables.measure_tables import build_tables
+from kvbench.report.tables.table import Table
 from kvbench.results.row import frame_of, rows_of
-from tests.report.synthetic import OOM, column, keys, sweep, table
+from tests.report.synthetic import OOM, column, keys, sweep, table, windows_of
 from tests.shared.rows import BASE, METHODS, rows
 
 
@@ -39,6 +41,52 @@ def test_best_is_marked_among_caches_of_as_many_heads_only() -> None:
     found = table([*rows(METHODS[:4], ["memory"], contexts=[512]), *heads], "memory")
     held = next(c for c in found.columns if c.key == "held_bytes")
     assert held.best == {3, 7} and column(found, "converted") == ["no"] * 4 + ["yes"] * 4
+
+
+def best(found: Table, key: str) -> set[tuple[str, str]]:
+    """Method and batch of the marked lines."""
+    (marked,) = (one.best for one in found.columns if one.key == key)
+    return {(column(found, "method")[index], column(found, "batch")[index]) for index in marked}
+
+
+def test_quality_of_all_batches_competes_and_times_within_one_batch_only() -> None:
+    """A batch is the windows or prompts run at a time: it changes no quality, and every time."""
+    scores = {("h2o", 8): 0.5, ("tova", 8): 0.6, ("knorm", 2): 0.9, ("snapkv", 2): 0.3}
+    base = replace(BASE, store="dense", budget=64.0, context=512, n=100)
+    tasks = [
+        replace(base, method=name, batch=batch, measure="tasks", metric="score", value=value, low=value, high=value)
+        for (name, batch), value in scores.items()
+    ]
+    assert best(table(tasks, "tasks"), "score") == {("knorm", "2")}
+    times = [replace(row, measure="latency", metric="tpot_p50_ms", unit="ms") for row in tasks]
+    ratios = [replace(row, measure="latency", metric="tpot_to_full", unit="x") for row in tasks]
+    shares = [replace(row, measure="latency", metric="bandwidth_share", unit="share") for row in tasks]
+    found = table([*times, *ratios, *shares], "latency")
+    assert best(found, "tpot_p50_ms") == best(found, "tpot_to_full") == {("h2o", "8"), ("snapkv", "2")}
+    assert best(found, "bandwidth_share") == {("tova", "8"), ("knorm", "2")}
+
+
+def test_throughput_at_the_largest_batch_competes_over_all_batches() -> None:
+    rates = {("h2o", 64): 100.0, ("tova", 64): 90.0, ("knorm", 128): 150.0}
+    base = replace(BASE, store="dense", budget=64.0, context=512, measure="latency", protocol="largest_batch")
+    made = [
+        replace(base, method=name, batch=batch, metric="tokens_per_s", unit="tokens/s", value=v, low=v - 1, high=v + 1)
+        for (name, batch), v in rates.items()
+    ]
+    assert best(table(made, "latency"), "tokens_per_s") == {("knorm", "128")}
+
+
+def test_windows_stand_in_the_caption_or_in_a_column_and_come_from_the_samples_of_older_rows() -> None:
+    made = rows(METHODS[:4], ["perplexity"])
+    counted = [replace(row, metric="windows", value=32.0, low=None, high=None) for row in made if row.metric == "ppl"]
+    assert "windows 32" in table([*made, *counted], "perplexity").caption
+    counted[-1] = replace(counted[-1], value=8.0)
+    assert column(table([*made, *counted], "perplexity"), "windows") == ["32", "32", "32", "8"]
+    old = next(
+        one for one in build_tables(made, evidence=evidence_of(windows_of(made, 12))) if one.name == "perplexity"
+    )
+    assert "windows 12" in old.caption  # also of the full cache, which has no differences of its own
+    assert "windows" not in " ".join(table(made, "perplexity").caption)
 
 
 def test_budgets_of_a_method_stand_together() -> None:

@@ -123,9 +123,11 @@ def _by_loss(
         return line.abstain("no method with a finite loss", rule.run(group, None, None))
     mark = _mark(choice)
     if not shown:
-        line.reasons.append(f"no method is shown below {rule.margin:g} nats")
+        line.reasons.append(f"no method is shown to lose less than {rule.margin:g} nats")
     _take(line, choice, mark, _loss_text(choice), rule.run)
     _explain(line, found, shown or likely, choice)
+    if (needles := choice.member.needles) is not None and needles.worse:
+        line.limits.append(f"{line.setting} loses needles: {needles}")
     undecided = [one for one in likely if one not in shown and one is not choice and one.times > choice.times]
     if undecided and shown:
         line.limits.append(f"smaller, but not enough windows: {name_list([_with_needed(one) for one in undecided])}")

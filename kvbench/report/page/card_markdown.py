@@ -12,7 +12,7 @@ HEAD = ("need", "setting", "budget", "x smaller than 16-bit", "cost in quality",
 
 
 def card_markdown(card: AnswerCard) -> str:
-    """A table of the needs for each model, behind it why and what to run, then the facts beside it."""
+    """A table of the needs for each model, then why and what to run, then the facts beside it."""
     parts = ["## Which setting"]
     for name, lines in card.groups:
         parts += [f"### {safe(name)}"] if name else []
@@ -53,6 +53,7 @@ def _cell(text: str) -> str:
 
 
 def _detail(line: CardLine) -> str:
-    parts = [f"ranked by {line.ranked_by}", *line.reasons, *line.limits]
-    run = f"; run `{line.command}`" if line.command else ""
-    return f"- {line.need}: {safe('; '.join(parts))}{run}"
+    """What the line was ranked by; under it its reasons and limits and what to run."""
+    run = [f"run `{line.command}`"] if line.command else []
+    behind = [*map(safe, (*line.reasons, *line.limits)), *run]
+    return "\n".join([f"- **{line.need}**, ranked by {safe(line.ranked_by)}", *(f"  - {text}" for text in behind)])

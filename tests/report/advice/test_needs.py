@@ -57,7 +57,7 @@ def test_a_cache_with_loss_is_taken_only_where_none_is_within_the_margin_and_the
     rows = FULL + cache("full", 5, 0.05, hits=12, **OTHER) + cache("full", 15, 0.02, hits=0, **ONE)
     line = line_on(rows, "chat")
     assert (line.setting, line.mark) == ("full+int8", "with loss")  # by the loss, whatever the needles say
-    assert line.reasons[0] == "no method is shown below 0.01 nats"
+    assert line.reasons[0] == "no method is shown to lose less than 0.01 nats"
 
 
 def test_caches_of_about_one_size_are_told_apart_by_kl() -> None:
@@ -91,6 +91,9 @@ def test_the_extreme_is_the_smallest_cache_whose_loss_is_shown_to_stay_below_the
     rows = FULL + cache("full", 5, 0.08, **OTHER) + cache("full", 10, 0.001, **ONE)
     line = line_on(rows, "extreme")
     assert (line.setting, line.mark) == ("full+int4", "with loss") and f"{EXTREME:g} nats" in line.ranked_by
+    assert not any("needles" in limit for limit in line.limits)
+    blind = line_on([*FULL, *cache("full", 5, 0.08, hits=2, **OTHER)], "extreme")
+    assert "full+int4 loses needles: 2/12 needles (full cache 12/12)" in blind.limits
     rows = FULL + cache("full", 5, 0.08, reach=0.03, **OTHER) + cache("full", 10, 0.001, **ONE)
     assert (chosen(rows, "extreme"), line_on(rows, "extreme").mark) == ("full+int8", "")
     rows = FULL + cache("full", 5, 0.4, **OTHER) + cache("full", 10, 0.3, **ONE)

@@ -47,7 +47,7 @@ def test_needles_that_both_miss_are_no_loss() -> None:
     hits = [1] * 60 + [0] * 40
     found = paired_loss(*([row] for row in measured(hits, hits)))
     assert found is not None and found.loss == 0 and found.full.rate == 0.6 and not found.worse
-    assert not found.within and found.needed == 184  # as if the two shares were independent
+    assert not found.within and found.needed == 181  # as if the two shares were independent
     more = paired_loss(*([row] for row in measured(hits * 2, hits * 2)))
     assert more is not None and more.within
 

@@ -28,7 +28,6 @@ from kvbench.report.advice.banner import banner
 from kvbench.report.advice.summary import summary
 from kvbench.report.compare.comparison import is_baseline
 from kvbench.report.compare.methods import groups_of
-from kvbench.report.compare.names import display_name
 from kvbench.report.compare.warnings import find_warnings, remarks
 from kvbench.report.compare.window_samples import WindowSample, read_samples
 from kvbench.report.compare.window_verdicts import NO_EVIDENCE
@@ -36,7 +35,6 @@ from kvbench.report.figures.all_figures import FIGURES
 from kvbench.report.figures.bars import bandwidth_bars
 from kvbench.report.figures.layout import styled
 from kvbench.report.figures.method_panels import loss_by_window
-from kvbench.report.figures.style import styles
 from kvbench.report.page.commands import RecordedRun, command_of
 from kvbench.report.page.table_files import written_forms
 from kvbench.report.tables.changes import changes, changes_table
@@ -159,11 +157,11 @@ def loaded(made: Rows) -> list[Row]:
 @pytest.mark.parametrize("case", DRAWN)
 def test_figures_are_not_empty_and_have_no_undefined_text(case: str) -> None:
     made = loaded(CASES[case](small()))
-    looks = styles(display_name(row) for row in made if row.method)
     for kind in FIGURES:
-        figure = kind.draw(made, looks)
-        if figure is not None:
-            assert faults(figure) == [], kind.name
+        plot = kind.draw(made)
+        if plot is not None:
+            assert faults(plot.figure) == [], kind.name
+            assert plot.says and not NONSENSE.search(plot.says), kind.name
         plt.close("all")
 
 
@@ -171,8 +169,8 @@ def test_figures_are_not_empty_and_have_no_undefined_text(case: str) -> None:
 def test_figures_of_a_part_of_the_rows(seed: int) -> None:
     random_rows = loaded(random.Random(seed).sample(small(), 40))
     for kind in FIGURES:
-        figure = kind.draw(random_rows)
-        assert figure is None or faults(figure) == [], kind.name
+        plot = kind.draw(random_rows)
+        assert plot is None or faults(plot.figure) == [], kind.name
 
 
 def faults(figure: Figure) -> list[str]:
@@ -283,8 +281,8 @@ def samples(difference: float) -> list[WindowSample]:
 
 @pytest.mark.parametrize("difference", [0.0, 1e-9, -0.5, 3.0, 1e12])
 def test_differences_of_any_size(difference: float) -> None:
-    figure = loss_by_window(samples(difference))
-    assert figure is not None and faults(figure) == []
+    plot = loss_by_window(samples(difference))
+    assert plot is not None and faults(plot.figure) == []
 
 
 def test_samples_ahead_of_the_rows_and_files_cut_short(tmp_path: Path) -> None:
@@ -303,7 +301,8 @@ def test_samples_ahead_of_the_rows_and_files_cut_short(tmp_path: Path) -> None:
         (run.path / name).write_text(content)
     assert main([str(tmp_path / "sweep")]) == 0
     page = (tmp_path / "sweep" / "report" / "report.html").read_text()
-    assert "window_differences" in page and "run unknown" in page
+    assert "run unknown" in page
+    assert "window_differences" in (tmp_path / "sweep" / "report" / "details.html").read_text()
 
 
 ODD_SAMPLES = """1
@@ -336,5 +335,5 @@ def test_two_models_of_one_name_are_told_apart() -> None:
         "org/Toy-135M",
         "another/Toy-135M",
     }
-    titles = {axes.get_title() for axes in bandwidth_bars(made).axes}  # type: ignore[union-attr]
+    titles = {axes.get_title() for axes in bandwidth_bars(made).figure.axes}  # type: ignore[union-attr]
     assert titles == {"org/Toy-135M", "another/Toy-135M"}

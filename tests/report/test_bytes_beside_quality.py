@@ -8,8 +8,7 @@ import pytest
 
 from kvbench.report.compare.comparison import config_of
 from kvbench.report.compare.methods import groups_of
-from kvbench.report.figures.perplexity import perplexity_points
-from kvbench.report.figures.quality_by_bytes import METRICS, points_of
+from kvbench.report.figures.trade_off import DIFFERENCE, KL, TOP1, trade_offs
 from kvbench.results.loading import load
 from kvbench.results.row import Row, rows_of
 
@@ -18,11 +17,13 @@ FOLDERS = [REFERENCE / name for name in ("methods", "architecture", "first_light
 
 
 def pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Quality and bytes of every point of both figures."""
-    found = [(one.quality, one.size) for points in perplexity_points(rows).values() for one in points]
-    for group in groups_of(rows):
-        found += [(one.quality, one.size) for metric, *_ in METRICS for one in points_of(group, metric)]
-    return found
+    """Quality and size of every point of the figures."""
+    return [
+        (one.quality, one.size)
+        for group in groups_of(rows)
+        for metric in (KL, DIFFERENCE, TOP1)
+        for one in trade_offs(group, metric)
+    ]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])

@@ -92,6 +92,12 @@ def traits_of(row: Row) -> Traits:
     )
 
 
+def shrinks(group: str, name: str | None) -> str | None:
+    """What the yaml of a keep rule (group `method`) or of a store (`store`) declares to shrink: `tokens`, `bits`."""
+    found = _node(group, name).get("shrinks")
+    return None if found is None else str(found)
+
+
 def measured_bounded(row: Row, kept: Row | None) -> bool | None:
     """Whether at most `budget` tokens were held after decoding, with a budget below the context; None if unknown."""
     budget = row.budget

@@ -104,7 +104,7 @@ def labels(rows: Sequence[Row]) -> dict[Config, str]:
         varying = [knob for knob in varying_knobs(configs.values()) if knob != "knobs"]
         extra = varying_other_knobs(configs.values())
         for config, row in configs.items():
-            known = [knob for knob in varying if getattr(row, knob) is not None]
+            known = [knob for knob in varying if getattr(row, knob) is not None and not _repeats_bits(knob, row)]
             formats = (LABEL_FORMATS.get(knob, f"{knob}={{}}") for knob in known)
             parts = [
                 form.format(knob_text(knob, getattr(row, knob))) for knob, form in zip(known, formats, strict=True)
@@ -112,6 +112,11 @@ def labels(rows: Sequence[Row]) -> dict[Config, str]:
             label = f"{name.removesuffix(suffix)} {', '.join(filter(None, [*parts, extra[config]]))}".strip()
             result[config] = f"{label}{suffix}" if name.endswith(suffix) else label
     return result
+
+
+def _repeats_bits(knob: str, row: Row) -> bool:
+    """Keys or values have as many bits as the store, whose bits the label names."""
+    return knob in ("k_bits", "v_bits") and getattr(row, knob) == row.bits
 
 
 def short_model(model: str | None, among: Iterable[str | None] = ()) -> str:

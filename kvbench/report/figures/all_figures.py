@@ -16,87 +16,151 @@ from matplotlib.figure import Figure
 from kvbench.files import write_atomic
 from kvbench.report.compare.comparison import comparison_key
 from kvbench.report.compare.method_families import MethodFamily
-from kvbench.report.compare.names import display_name
+from kvbench.report.compare.window_intervals import window_intervals
 from kvbench.report.compare.window_samples import WindowSample
-from kvbench.report.figures.bars import bandwidth_bars
+from kvbench.report.figures.bars import bandwidth_bars, memory_parts, speed_bars
 from kvbench.report.figures.by_context import bytes_by_context, tpot_by_context
+from kvbench.report.figures.gap_closed import gap_closed_dots
 from kvbench.report.figures.kept_tokens import kept_figures
-from kvbench.report.figures.layout import styled
-from kvbench.report.figures.method_panels import kl_by_position, loss_by_window
+from kvbench.report.figures.layout import Plot, styled
+from kvbench.report.figures.loss_axis import HOPELESS, LOWEST_KL
+from kvbench.report.figures.method_panels import kl_by_position, loss_by_window, perplexity_by_budget
 from kvbench.report.figures.needle_maps import needle_maps
+from kvbench.report.figures.needle_tasks import needle_tasks
 from kvbench.report.figures.pair_heat_maps import pair_heat_maps
-from kvbench.report.figures.perplexity import perplexity_by_budget, perplexity_by_bytes
-from kvbench.report.figures.quality_by_bytes import quality_by_bytes
-from kvbench.report.figures.style import Looks, styles
+from kvbench.report.figures.trade_off import difference_by_size, kl_by_size, top1_by_size
+from kvbench.results.paired import MARGIN
 from kvbench.results.row import Row
 
 MOST_SETTINGS = 4
+MOST_MAIN = 8
+"""Figures on the default page."""
+LEAD = ("kl_smaller.png", "nll_smaller.png")
 
 
 class Draw(Protocol):
-    """Draws a figure from rows, with the colours of the whole report; None without the rows it needs."""
+    """Draws a figure from rows; None without the rows it needs."""
 
-    def __call__(self, rows: Sequence[Row], looks: Looks | None = None) -> Figure | None: ...
+    def __call__(self, rows: Sequence[Row]) -> Plot | None: ...
 
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A figure on disk, with its title and caption."""
+    """A figure on disk, with its title and caption. says: its main numbers. main: shown on the default page."""
 
     file: str
     title: str
     caption: str
+    says: str = ""
+    main: bool = False
+
+    @property
+    def lead(self) -> bool:
+        """The figure compares quality and size of all methods, so it stands before the tables."""
+        return self.file in LEAD
 
     @property
     def alt(self) -> str:
         """Text for readers who do not see the figure."""
-        return f"{self.title}: {self.caption}. The tables hold the same numbers."
+        return f"{self.title}. {self.says}".strip()
 
 
 @dataclass(frozen=True)
 class FigureKind:
-    """A figure that a report may have. name: stem of its files."""
+    """A figure that a report may have. name: stem of its files. main: for the default page."""
 
     name: str
     draw: Draw
     title: str
     caption: str
+    main: bool = False
 
 
+HOW_TO_READ = (
+    "better to the lower right. One colour for each family; thin line: budgets of one method; grey steps: Pareto "
+    "front; hollow: sees the future; vertical lines: 95% interval over windows, where samples were recorded"
+)
 FIGURES = (
     FigureKind(
-        "perplexity_bytes",
-        perplexity_by_bytes,
-        "Perplexity against bytes",
-        "Perplexity against the bytes of one sequence in the cache that was scored; vertical lines: 95% interval of "
-        "the paired difference from the full cache (dashed line), over these windows only; grey steps: Pareto front",
+        "kl_smaller",
+        kl_by_size,
+        "KL against size",
+        f"KL to the full cache against x smaller than a full cache in 16 bits, both of the cache that was scored; "
+        f"{HOW_TO_READ}. Methods beyond {HOPELESS:g} nats stand at the upper edge, their values above it; values below "
+        f"{LOWEST_KL:g} stand at the lower edge",
+        main=True,
     ),
     FigureKind(
-        "quality_bytes",
-        quality_by_bytes,
-        "Quality against bytes",
-        "Each quality metric against the bytes of one sequence in the cache that was scored; grey steps: Pareto front",
+        "nll_smaller",
+        difference_by_size,
+        "NLL difference against size",
+        f"NLL minus the full cache's on the same tokens against x smaller than a full cache in 16 bits, both of the "
+        f"cache that was scored; {HOW_TO_READ}. Shaded: within the margin of {MARGIN:g} nats; beyond it the axis is "
+        f"logarithmic. Methods beyond {HOPELESS:g} nats stand at the upper edge, their values above it",
+        main=True,
+    ),
+    FigureKind(
+        "gap_closed",
+        gap_closed_dots,
+        "Gap closed",
+        "Share of the gap between random eviction (0%) and hindsight (100%) that a keep rule closes at equal kept "
+        "tokens; lines: 95% interval",
+        main=True,
+    ),
+    FigureKind(
+        "needle_tasks",
+        needle_tasks,
+        "Retrieval by task",
+        "Share of needles found, by task, over all lengths and depths; hatched: the full cache finds fewer than half",
+        main=True,
+    ),
+    FigureKind(
+        "needle",
+        needle_maps,
+        "Needle in a haystack",
+        "Needles found out of those hidden, by length and depth",
+        main=True,
+    ),
+    FigureKind(
+        "speed",
+        speed_bars,
+        "Speed",
+        "Tokens a second as percent of the full cache timed in the same run, at the longest context; beyond the line: "
+        "faster. Methods without a full cache in their run are left out",
+        main=True,
+    ),
+    FigureKind(
+        "memory_context",
+        bytes_by_context,
+        "Bytes against context",
+        "Bytes that the cache holds; thin lines: what the formulas of the stores give; grey: the other methods",
+        main=True,
+    ),
+    FigureKind(
+        "top1_smaller",
+        top1_by_size,
+        "Top-1 agreement against size",
+        "Share of tokens for which the method and the full cache predict the same next token, against x smaller than a "
+        f"full cache in 16 bits; {HOW_TO_READ.replace('lower right', 'upper right')}",
     ),
     FigureKind(
         "perplexity_budget",
         perplexity_by_budget,
         "Perplexity against budget",
-        "Perplexity against the tokens kept per KV head; vertical lines: 95% interval of the paired difference from "
-        "the full cache (dashed line), over these windows only",
+        "Perplexity against the tokens kept per KV head; dashed: the full cache; grey: the other methods",
     ),
-    FigureKind("needle", needle_maps, "Needle in a haystack", "Needles found out of those hidden, by length and depth"),
     FigureKind(
         "kl_position",
         kl_by_position,
         "KL by position",
-        "KL against the full cache by position of the scored token; one panel for each method, all others in grey; "
-        "pale to full colour: smallest to largest budget",
+        "KL against the full cache by position of the scored token; grey: the other methods; pale to full colour: "
+        "smallest to largest budget",
     ),
     FigureKind(
         "latency_context",
         tpot_by_context,
         "Time per output token",
-        "Time per output token; marker or bar: median; line: to the 90th percentile; thin black line: fitted slope",
+        "Median time per output token; thin black line: fitted slope; grey: the other methods",
     ),
     FigureKind(
         "bandwidth",
@@ -105,17 +169,17 @@ FIGURES = (
         "Bytes that a step must read, divided by its time, as a share of the measured memory bandwidth",
     ),
     FigureKind(
-        "memory_context",
-        bytes_by_context,
-        "Bytes against context",
-        "Bytes that the cache holds; thin lines: what the formulas of the stores give",
+        "memory_parts",
+        memory_parts,
+        "Bytes by part",
+        "Bytes that the cache holds, by part, at the longest context; vertical line: the formula of a dense cache",
     ),
 )
 LOSS_BY_WINDOW = (
     "window_differences",
     "Loss by window",
-    "NLL above the full cache's for every window, sorted; one panel for each method, all others in grey. A small mean "
-    "may hide a few windows with a large loss",
+    "NLL above the full cache's for every window, sorted; grey: the other methods. A small mean may hide a few windows "
+    "with a large loss",
 )
 METHOD_PAIRS = (
     "method_pairs",
@@ -135,25 +199,31 @@ def draw_all(
 ) -> list[DrawnFigure]:
     """Draw every figure for which there are rows, samples or kept tokens of `runs` into `folder`; returns them.
 
-    families: methods that were compared with each other on the same windows.
+    families: methods that were compared with each other on the same windows. Figures of the default page come first.
     """
-    scored = (sample.row for sample in samples)  # a run that is still going may have samples without rows
-    looks = styles(display_name(row) for row in (*rows, *scored) if row.method)
+    intervals = window_intervals(samples)
     rows, left_out = _drawable(rows)
     drawn = []
     with styled():
-        draws = [(kind.name, kind.title, kind.caption, partial(kind.draw, rows, looks)) for kind in FIGURES]
-        draws.append((*LOSS_BY_WINDOW, partial(loss_by_window, samples, looks)))
-        draws.append((*METHOD_PAIRS, partial(pair_heat_maps, families)))
-        for name, title, caption, draw in draws:
-            figure = draw()
-            if figure is not None:
-                save(figure, folder / name)
-                drawn.append(DrawnFigure(f"{name}.png", title, caption + left_out))
+        for kind in FIGURES:
+            over_windows = kind.draw in (kl_by_size, difference_by_size, top1_by_size)
+            plot = kind.draw(rows, intervals=intervals) if over_windows else kind.draw(rows)  # type: ignore[call-arg]
+            if plot is not None:
+                drawn.append(_drawn(plot, folder, kind.name, kind.title, kind.caption + left_out, main=kind.main))
+        for (name, title, caption), draw in (
+            (METHOD_PAIRS, partial(pair_heat_maps, families)),
+            (LOSS_BY_WINDOW, partial(loss_by_window, samples)),
+        ):
+            if (plot := draw()) is not None:
+                drawn.append(_drawn(plot, folder, name, title, caption, main=name == METHOD_PAIRS[0]))
         for kept in kept_figures(runs):
-            save(kept.figure, folder / kept.name)
-            drawn.append(DrawnFigure(f"{kept.name}.png", "Tokens kept", kept.caption))
-    return drawn
+            drawn.append(_drawn(Plot(kept.figure, kept.says), folder, kept.name, "Tokens kept", kept.caption))
+    return sorted(drawn, key=lambda figure: not figure.main)
+
+
+def _drawn(plot: Plot, folder: Path, name: str, title: str, caption: str, *, main: bool = False) -> DrawnFigure:
+    save(plot.figure, folder / name)
+    return DrawnFigure(f"{name}.png", title, caption, plot.says, main)
 
 
 def _drawable(rows: Sequence[Row]) -> tuple[Sequence[Row], str]:

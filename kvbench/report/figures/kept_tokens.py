@@ -15,7 +15,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvbench.report.compare.comparison import config_of
-from kvbench.report.compare.names import labels, short_model
+from kvbench.report.compare.names import labels, name_list, short_model
 from kvbench.report.figures.layout import figure_of, fitted, width
 from kvbench.report.figures.style import FAINT, INK
 from kvbench.results.kept_tokens import NAMED, read_kept
@@ -32,11 +32,12 @@ MOST = 6
 
 @dataclass(frozen=True)
 class KeptFigure:
-    """One figure with the stem of its file and its caption."""
+    """One figure with the stem of its file, its caption, and a sentence with its main numbers."""
 
     name: str
     caption: str
     figure: Figure
+    says: str
 
 
 def kept_figures(runs: Sequence[Path]) -> Iterator[KeptFigure]:
@@ -57,7 +58,7 @@ def kept_figures(runs: Sequence[Path]) -> Iterator[KeptFigure]:
             f"Tokens kept by each layer (first at the top) and KV head in the first sample of {where}; "
             "vertical line: end of the prompt"
         )
-        yield KeptFigure("_".join(["kept", *words, *context, *_model(tokens, first.model)]), caption, _figure(here))
+        yield KeptFigure("_".join(["kept", *words, *context, *_model(tokens, first.model)]), caption, *_figure(here))
 
 
 def _model(tokens: pd.DataFrame, model: str) -> list[str]:
@@ -66,13 +67,13 @@ def _model(tokens: pd.DataFrame, model: str) -> list[str]:
     return ["".join(c if c.isalnum() else "-" for c in short_model(model, tokens["model"].unique()))] if several else []
 
 
-def _figure(tokens: pd.DataFrame) -> Figure:
+def _figure(tokens: pd.DataFrame) -> tuple[Figure, str]:
     methods = {}
     for _, own in tokens.groupby(list(NAMED), dropna=False, sort=False):
         named: dict[str, Any] = {name: own[name].iloc[0] for name in NAMED}
         known = {name: value for name, value in named.items() if not pd.isna(value)}
         methods[Row(**known)] = own
-    names = labels(list(methods))
+    names, says = labels(list(methods)), []
     count, rows = tokens["position"].max() + 1, tokens["layer"].nunique() * (tokens["head"].max() + 1)
     figure, grid = figure_of(len(methods), height=0.75 + min(2.2, max(0.5, 0.018 * rows)))
     for axes, (row, own) in zip(grid, methods.items(), strict=True):
@@ -80,10 +81,11 @@ def _figure(tokens: pd.DataFrame) -> Figure:
         held = own.groupby(["layer", "head"]).size()
         sizes = f"{held.min():,}" if held.min() == held.max() else f"{held.min():,} to {held.max():,}"
         axes.set_title(fitted(f"{names[config_of(row)]}: {sizes} tokens a head", width(len(methods))))
+        says.append(f"{names[config_of(row)]} {sizes}")
         axes.axvline(row.context or 0, color=FAINT, linewidth=0.8)
     figure.supxlabel("position", fontsize=9)
     figure.supylabel("layer", fontsize=9)
-    return figure
+    return figure, f"Tokens kept per KV head: {name_list(says, 12)}."
 
 
 def _panel(axes: Axes, tokens: pd.DataFrame, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from kvbench.report.compare.comparison import COMPARED, Line, config_of, layout_of
-from kvbench.report.compare.names import display_name, heads_text, labels, short_model
-from kvbench.report.figures.style import FAINT, RC, WIDTH
+from kvbench.report.compare.names import heads_text, labels, short_model
+from kvbench.report.figures.style import RC, WIDTH
 from kvbench.results.row import Row
 
 WIDEST = 28
@@ -38,12 +39,19 @@ FINE = ("kernel", "protocol", "threads", "revision", "kv_heads", "converted", "s
 
 
 @dataclass(frozen=True)
+class Plot:
+    """A figure, and sentences with its main numbers for readers who do not see it."""
+
+    figure: Figure
+    says: str
+
+
+@dataclass(frozen=True)
 class Drawn:
-    """A line with the label and the display name it is drawn under."""
+    """A line with the label that it is drawn under."""
 
     line: Line
     label: str
-    name: str
 
 
 def grouped(
@@ -68,8 +76,7 @@ def grouped(
     for title, members in groups.items():
         fine = [name for name in FINE if _differs(name, members)]
         result[title] = [
-            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line.row)]), display_name(line.row))
-            for line in members
+            Drawn(line, " ".join([names[config_of(line.row)], *_words(fine, line.row)])) for line in members
         ]
     return result
 
@@ -121,10 +128,11 @@ def setting_of(row: Row) -> tuple[object, ...]:
     return (*(getattr(row, name) for name in ONE_SETTING), layout_of(row))
 
 
-def titled(figure: Figure, row: Row, rows: Iterable[Row]) -> Figure:
-    """Names the setting above the figure if the rows hold several settings."""
-    known = list(rows)
-    varying = [name for name in ONE_SETTING if len({getattr(other, name) for other in known}) > 1]
+def titled(figure: Figure, row: Row, rows: Iterable[Row], *shown: str) -> Figure:
+    """Names the setting above the figure if the rows of its measure hold several. shown: columns on an axis."""
+    known = [other for other in rows if other.measure == row.measure and other.method is not None]
+    columns = (name for name in ONE_SETTING if name not in shown)
+    varying = [name for name in columns if len({getattr(other, name) for other in known}) > 1]
     if words := _words(varying, row, {other.model for other in known}):
         figure.suptitle(fitted(", ".join(words), WIDTH), fontsize=9)
     return figure
@@ -188,6 +196,11 @@ def fitted(text: str, inches: float, size: float = 9) -> str:
     return f"{text[:cut].rstrip()}\n{shortened(text[cut:].lstrip(), most)}"
 
 
+def wrapped(text: str, inches: float, size: float = 9) -> str:
+    """The text in as many lines of this width at this font size as it needs."""
+    return "\n".join(textwrap.wrap(text, max(20, int(inches * 72 / (0.53 * size)))))
+
+
 def shortened(text: str, most: int = LONGEST) -> str:
     """`an_exceedingly_long_name` -> `an_exceed…name`: no more than this many characters."""
     if len(text) <= most:
@@ -196,23 +209,9 @@ def shortened(text: str, most: int = LONGEST) -> str:
     return f"{text[: most - tail - 1]}…{text[len(text) - tail :]}"
 
 
-def draw_front(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
-    """Draw a Pareto front as thin grey steps behind the points."""
-    if len(front) > 1:
-        axes.step(*zip(*front, strict=True), where="post", color=FAINT, linewidth=0.7, alpha=0.8, zorder=1)
-
-
 def legend_below(figure: Figure, entries: Sequence[Artist]) -> None:
     """One legend below all panels, in as many columns as the names allow; the figure grows by its height."""
     names = [shortened(str(entry.get_label())) for entry in entries]
-    columns = max(1, min(6, int(WIDTH / (0.55 + 0.075 * max(map(len, names))))))
+    columns = max(1, min(6, int(WIDTH / (0.5 + 0.062 * max(map(len, names))))))
     figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(names) / columns))
     figure.legend(entries, names, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.0)
-
-
-def legend_outside(figure: Figure, entries: Sequence[Artist]) -> None:
-    """One legend right of all panels, or below them where names are long. The labels are those of the artists."""
-    names = [str(entry.get_label()) for entry in entries]
-    if max(map(len, names), default=0) > WIDEST:
-        return legend_below(figure, entries)
-    figure.legend(entries, names, loc="outside right upper", frameon=False, handlelength=2.6)

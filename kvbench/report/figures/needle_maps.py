@@ -7,30 +7,32 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import SubFigure
 from matplotlib.patches import Rectangle
 
 from kvbench.report.compare.comparison import Line, lines_of
-from kvbench.report.compare.needle_hits import Hits, Place, hits_of, uninformative_places
+from kvbench.report.compare.needle_hits import Hits, Place, hits_of, total, uninformative_places
 from kvbench.report.figures import layout
-from kvbench.report.figures.layout import LONGEST, Drawn
-from kvbench.report.figures.style import FAINT, INK, WIDTH, Looks
+from kvbench.report.figures.layout import LONGEST, Drawn, Plot
+from kvbench.report.figures.style import FAINT, INK, WIDTH, ink_on
 from kvbench.results.row import Row
 
 COLOURS = "cividis"
 """Its lightness rises evenly, and it looks the same to colour-blind readers."""
 GREY = "#DDDDDD"
+MOST_SAID = 8
 MOST_LINES = 30
 """Methods below each other; more stand in two columns, so that they fit a page."""
 
 
-def needle_maps(rows: Sequence[Row], looks: Looks | None = None) -> Figure | None:
-    """Lengths by depths, one panel for each method; with one length only, methods by depths. None without hits.
+def needle_maps(rows: Sequence[Row]) -> Plot | None:
+    """Lengths by depths, one panel for each method; with one length only, methods by depths. None without hits or with
+    several tasks.
 
-    All panels share one colour scale for hits, so `looks` is not used.
+    All panels share one colour scale.
     """
     lines = [line for line in lines_of(rows, "needle", by_context=False) if hits_of(line)]
-    if not lines:
+    if not lines or len({line.row.protocol for line in lines}) > 1:  # then `needle_tasks`
         return None
     failing = {id(line): bad for line, bad in zip(lines, uninformative_places(lines).values(), strict=True)}
     groups = layout.grouped(lines, join_architectures=True)
@@ -45,7 +47,19 @@ def needle_maps(rows: Sequence[Row], looks: Looks | None = None) -> Figure | Non
             part.suptitle(layout.fitted(title, WIDTH * 0.8, 10), fontsize=10)
         draw = _one_panel if len(lengths) == 1 else _panels
         draw(part, members, lengths, depths, failing)
-    return figure
+    return Plot(figure, " ".join(_said(title, members) for title, members in groups.items()))
+
+
+def _said(title: str, members: Sequence[Drawn]) -> str:
+    found = {drawn.label: total(hits_of(drawn.line).values()) for drawn in members}
+    sums = {label: hits for label, hits in found.items() if hits is not None}
+    full = sums.pop("full", None)
+    words = [f"full {full} needles"] if full is not None else []
+    words += [f"{label} {hits}" for label, hits in sorted(sums.items(), key=lambda item: -item[1].rate)[:MOST_SAID]]
+    where = f"{title}: " if title else ""
+    fewest = min(sums, key=lambda label: sums[label].rate, default=None)
+    last = f"; fewest: {fewest} {sums[fewest]}" if fewest is not None and len(sums) > MOST_SAID else ""
+    return f"{where}{', '.join(words)}{last}."
 
 
 def _axes_of(lines: Sequence[Line]) -> tuple[list[int | None], list[float | None]]:
@@ -135,7 +149,7 @@ def _map(axes: Axes, table: Sequence[Sequence[Hits | None]], bad: Sequence[Seque
         for x, hits in enumerate(line):
             if hits is None:
                 continue
-            ink = INK if hits.rate > 0.55 else "white"
+            ink = ink_on(*plt.get_cmap(COLOURS)(hits.rate)[:3])
             if bad[y][x]:
                 corner = (x - 0.5, y - 0.5)
                 cover = Rectangle(corner, 1, 1, facecolor=GREY, edgecolor="#AAAAAA", linewidth=0)

@@ -8,13 +8,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import SymLogNorm
-from matplotlib.figure import Figure
 
 from kvbench.report.compare.comparison import MODEL_AND_DEVICE, decode_of
 from kvbench.report.compare.method_families import MethodFamily
-from kvbench.report.compare.names import knob_text, short_model
-from kvbench.report.figures.layout import shortened
-from kvbench.report.figures.style import INK, WIDTH
+from kvbench.report.compare.names import knob_text, name_list, short_model
+from kvbench.report.figures.layout import Plot, shortened
+from kvbench.report.figures.style import WIDTH, ink_on
 
 MOST_PANELS = 4
 MOST_METHODS = 14
@@ -24,7 +23,7 @@ LINEAR = 0.01
 PALE = 0.25
 
 
-def pair_heat_maps(families: Sequence[MethodFamily]) -> Figure | None:
+def pair_heat_maps(families: Sequence[MethodFamily]) -> Plot | None:
     """The families with most methods; None without a family. Families of two come last."""
     larger = [family for family in families if len(family.rows) > 2] or families
     shown = sorted(larger, key=lambda family: -len(family.rows))[:MOST_PANELS]
@@ -43,7 +42,15 @@ def pair_heat_maps(families: Sequence[MethodFamily]) -> Figure | None:
     for axes, family, own in zip(grid[:, 0], shown, places, strict=True):
         _panel(axes, family, own, norm)
         axes.set_title(_title(family, shown))
-    return figure
+    return Plot(figure, " ".join(_said(family, shown) for family in shown))
+
+
+def _said(family: MethodFamily, families: Sequence[MethodFamily]) -> str:
+    size = len(family.rows)
+    apart = sum(family.differ(one, other) for one in range(size) for other in range(one + 1, size))
+    best = name_list([family.labels[place] for place in family.best])
+    pairs = f"{apart} of {size * (size - 1) // 2} pairs can be told apart"
+    return f"{_title(family, families)}: {pairs}" + (f"; best: {best}." if family.marks_best else ".")
 
 
 def _places(family: MethodFamily) -> list[int]:
@@ -61,7 +68,6 @@ def _panel(axes: Axes, family: MethodFamily, places: Sequence[int], norm: SymLog
                 colours[i, j, :3] = 1 - PALE * (1 - colours[i, j, :3])
             if i != j:
                 weight = "bold" if differ else "normal"
-                dark = differ and colours[i, j, :3] @ (0.2126, 0.7152, 0.0722) < 0.45
                 axes.text(
                     j,
                     i,
@@ -70,7 +76,7 @@ def _panel(axes: Axes, family: MethodFamily, places: Sequence[int], norm: SymLog
                     va="center",
                     fontsize=6.5,
                     weight=weight,
-                    color="white" if dark else INK,
+                    color=ink_on(*colours[i, j, :3]),
                 )
     axes.imshow(colours, aspect="auto")
     names = [_name(family, place) for place in places]

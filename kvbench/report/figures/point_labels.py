@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import AbstractPathEffect, withStroke
 from matplotlib.text import Annotation
 from numpy.typing import NDArray
 
@@ -21,11 +22,15 @@ DISTANCES = (7, 13, 20, 30, 42, 56, 75, 100)
 """Points (1/72 inch) between a mark and its label, in this order; from the second on with a leader line."""
 NEAR = 1
 """How many of these distances are tried for a minor label."""
+REACHES = (DISTANCES[:3], DISTANCES)
+"""Distances for other labels: first those near the point, where a label may lie on a line if it must."""
+HALO: list[AbstractPathEffect] = [withStroke(linewidth=2, foreground="white")]
+"""Around a label, so that it is legible on a line."""
 MARGIN = 2.0
 """Pixels kept free around every label."""
 MARK_RADIUS = 6.0
 """Pixels around the centre of a mark that no label may touch."""
-FONT_SIZE = 8
+FONT_SIZE = 7.5
 
 
 @dataclass(frozen=True)
@@ -43,22 +48,24 @@ def label_points(
 ) -> list[Annotation]:
     """Write each text at the nearest free place beside its point and return what was written.
 
-    A free place is inside the axes and touches no point, no `segment` (curve, error bar), no earlier label and no
-    leader line. Far labels get a thin leader line, if possible one that crosses no label. A label without a free place
-    is left out.
+    A free place is inside the axes and touches no point, no earlier label and no leader line. Places that touch a
+    `segment` (curve, front) come after those that touch none, at the same reach. Far labels get a thin leader line, if
+    possible one that crosses no label. A label without a free place is left out.
     """
     figure.canvas.draw()
     centres = axes.transData.transform([label.point for label in labels])
     obstacles = [_around(centre[None], MARK_RADIUS) for centre in centres]
-    for start, end in segments:
-        obstacles.append(_along(*axes.transData.transform([start, end])))
+    lines = [_along(*axes.transData.transform([start, end])) for start, end in segments]
     written: list[Boxes] = []
     placed = []
     # Names before knobs; then the most crowded points first, while there is still room around them.
     for index in sorted(range(len(labels)), key=lambda i: (labels[i].minor, -_crowding(centres[i], centres))):
         size = _size(figure, axes, labels[index].text)
-        others = np.concatenate([*obstacles, *written])
-        spot = _free_spot(figure, axes, centres[index], size, labels[index].minor, others, written)
+        spot = None
+        for reach in (DISTANCES[:NEAR],) if labels[index].minor else REACHES:
+            for avoided in (lines,) if labels[index].minor else (lines, []):
+                others = np.concatenate([*obstacles, *written, *avoided])
+                spot = spot or _free_spot(figure, axes, centres[index], size, reach, others, written)
         if spot is None:
             continue
         offset, box, leader = spot
@@ -70,13 +77,19 @@ def label_points(
 
 
 def _free_spot(
-    figure: Figure, axes: Axes, centre: Boxes, size: Point, minor: bool, obstacles: Boxes, written: Sequence[Boxes]
+    figure: Figure,
+    axes: Axes,
+    centre: Boxes,
+    size: Point,
+    reach: Sequence[float],
+    obstacles: Boxes,
+    written: Sequence[Boxes],
 ) -> tuple[Point, Boxes, Boxes | None] | None:
     """Offset in points, box and leader of the first place that is free."""
     frame = axes.get_window_extent()
     pixels = figure.dpi / 72
     second = None
-    for distance in DISTANCES[:NEAR] if minor else DISTANCES:
+    for distance in reach:
         for angle in ANGLES:
             x, y = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
             anchor = centre + np.array([x, y]) * pixels
@@ -113,6 +126,7 @@ def _write(axes: Axes, label: Label, offset: Point, leader: bool) -> Annotation:
         arrowprops=line if leader else None,
     )
     written.set_in_layout(False)
+    written.set_path_effects(HALO)
     return written
 
 

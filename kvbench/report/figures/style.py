@@ -1,37 +1,28 @@
-"""Colour, marker and line of each method, the same in all figures; sizes for a printed page."""
+"""Colour and marker of each family of methods, the same in all figures and on the page; sizes for a printed page."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-# Twelve colours that can be told from each other and from black with normal vision, protanopia, deuteranopia and
-# tritanopia (CIEDE2000 of at least 10 between any two). Markers differ as well, for prints without colour.
-PALETTE = (
-    "#882255",
-    "#AA4466",
-    "#E20134",
-    "#008DF9",
-    "#8400CD",
-    "#332288",
-    "#117733",
-    "#E69F00",
-    "#661100",
-    "#EE6677",
-    "#56B4E9",
-    "#CC79A7",
-)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "d")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
-# With this salt the methods of kvbench get different colours, so the colour of a method does not depend on which other
-# methods a report holds.
-SALT = 235525
-BASELINE = "full"
+from kvbench.report.compare.comparison import sees_future
+from kvbench.report.compare.method_kinds import family_of
+from kvbench.results.row import Row
+
+COLOURS = {
+    "quantised": "#0B6BB0",
+    "score": "#C03A00",
+    "position": "#117733",
+    "mixed": "#7D2A8F",
+    "other": "#4A2000",
+    "reference": "#5F5F5F",
+}
+"""By family. Each has a contrast of at least 4.5 to white, and they stay apart without red or green."""
+MARKERS = {"quantised": "s", "score": "o", "position": "^", "mixed": "D", "other": "v", "reference": "X"}
+"""By family, for prints without colour."""
 # matplotlib settings for figures 6.5 inches wide, the text width of a page.
 RC = {
     "font.size": 9,
+    "text.hinting": "none",  # labels keep their width at every resolution
     "axes.titlesize": 9,
     "axes.labelsize": 9,
     "xtick.labelsize": 8,
@@ -54,48 +45,30 @@ RC = {
 }
 WIDTH = 6.5
 INK = "#222222"
-FAINT = "#777777"
+FAINT = "#707070"
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a method is drawn. From the thirteenth method of a report on markers are hollow."""
-
-    colour: str
-    marker: str
-    dash: Any
-    hollow: bool = False
-
-    def line(self) -> dict[str, Any]:
-        """Keyword arguments for `Axes.plot`."""
-        face = "white" if self.hollow else self.colour
-        look = {"color": self.colour, "marker": self.marker, "linestyle": self.dash}
-        return look | {"markerfacecolor": face, "markeredgecolor": self.colour, "markeredgewidth": 1.2}
-
-    def bar(self) -> dict[str, Any]:
-        """Keyword arguments for `Axes.barh`: hatched where the marker is hollow."""
-        if not self.hollow:
-            return {"color": self.colour}
-        return {"facecolor": "white", "edgecolor": self.colour, "hatch": "/////", "linewidth": 1}
+def ink_on(red: float, green: float, blue: float) -> str:
+    """Black or white, whichever has more contrast (at least 4.5) to a colour given as shares of sRGB."""
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in (red, green, blue)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
 
 
-Looks = dict[str, Style]  # by display name
+def colour_of(row: Row) -> str:
+    """The colour of a method's family."""
+    return COLOURS[family_of(row)]
 
 
-def styles(names: Iterable[str]) -> Looks:
-    """A style for every display name, distinct for up to 24 of them; `full` is always black.
+def mark_of(row: Row) -> dict[str, Any]:
+    """Keyword arguments for `Axes.plot` that draw a method's mark: hollow where the method sees the future."""
+    colour, future = colour_of(row), sees_future(row)
+    marker = "o" if future else MARKERS[family_of(row)]  # a hollow cross looks filled
+    look = {"marker": marker, "color": colour, "markerfacecolor": "white" if future else colour}
+    return look | {"markeredgecolor": colour, "markeredgewidth": 1.2}
 
-    The hash of a name chooses its colour. Where two names choose the same, a plain method goes before a combination,
-    then the alphabet decides, and the other name takes the next free colour.
-    """
-    chosen: Looks = {BASELINE: Style(INK, "o", "-")}
-    taken: set[int] = set()
-    for name in sorted(set(names) - {BASELINE}, key=lambda name: (name.count("+"), name)):
-        wanted = hashlib.sha256(f"{SALT}:{name}".encode()).digest()[0] % len(PALETTE)
-        slots = range(len(PALETTE) * 2)
-        order = sorted(slots, key=lambda slot: (slot >= len(PALETTE), (slot - wanted) % len(PALETTE)))
-        slot = next((slot for slot in order if slot not in taken), wanted)
-        taken.add(slot)
-        index = slot % len(PALETTE)
-        chosen[name] = Style(PALETTE[index], MARKERS[index], DASHES[index % len(DASHES)], slot != index)
-    return chosen
+
+def bar_of(row: Row) -> dict[str, Any]:
+    """Keyword arguments for `Axes.barh`: hollow where the method sees the future."""
+    colour = colour_of(row)
+    return {"facecolor": "white" if sees_future(row) else colour, "edgecolor": colour, "linewidth": 1}

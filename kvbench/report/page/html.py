@@ -1,9 +1,9 @@
-"""report.html: one file with everything in it, which opens without a network."""
+"""report.html and details.html: each holds its figures and tables itself and opens without a network."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from kvbench.report.compare.comparison import is_baseline
+from kvbench.report.compare.method_kinds import FAMILIES, family_of
+from kvbench.report.compare.names import knob_text
 from kvbench.report.compare.warnings import ReportWarning
 from kvbench.report.figures.all_figures import DrawnFigure
+from kvbench.report.figures.style import COLOURS
 from kvbench.report.page.commands import RecordedRun, command_of
 from kvbench.report.page.content import Report
 from kvbench.report.page.latex import to_latex
 from kvbench.report.page.markdown import NO_WARNINGS, READING, machine_text
+from kvbench.report.page.pages import split_figures, split_tables
 from kvbench.report.page.table_files import to_csv, to_markdown
 from kvbench.report.tables.table import INTERVAL, Column, Table
 
@@ -40,29 +44,75 @@ class PageCell:
 
 @dataclass(frozen=True)
 class PageLine:
-    """One line of a table. command: measures it again."""
+    """One line of a table. command: measures it again. family, budget: what filters ask for, None if not known."""
 
     cells: list[PageCell]
     baseline: bool
     command: str | None
+    family: str | None
+    budget: str | None
 
 
 def report_html(report: Report, folder: Path) -> str:
-    """The page. folder: where the figures were drawn."""
-    template = _template("report.html.j2")
-    tables = [_shown(table, report.runs) for table in report.tables]
-    return template.render(
+    """The default page. folder: where the figures were drawn."""
+    first, further = split_tables(report.tables)
+    figures, more = split_figures(report.figures)
+    tables = [_shown(table, report.runs) for table in first]
+    more_tables = len(further) + (report.traits is not None)
+    return _template("report.html.j2").render(
         report=report,
         warnings=_by_kind(report.warnings),
         no_warnings=NO_WARNINGS,
         reading=" ".join(READING.split()),
         head=[table for table in tables if table["name"] == "overview"],
         tables=[table for table in tables if table["name"] != "overview"],
-        traits=_shown(report.traits, report.runs) if report.traits is not None else None,
-        figures=[_embedded(figure, folder) for figure in report.figures],
+        lead=[_embedded(figure, folder) for figure in figures if figure.lead],
+        figures=[_embedded(figure, folder) for figure in figures if not figure.lead],
+        further=_count(len(more), "more figure") if more else "",
+        further_titles=", ".join(dict.fromkeys(figure.title for figure in more)),
+        further_tables=_count(more_tables, "more table") if more_tables else "",
+        details=has_details(report),
+        filters=_filters(first),
+        hues=COLOURS,
         commands=list(dict.fromkeys(run.command for run in report.runs.values() if run.command)),
         machines=_machines(report.provenance),
     )
+
+
+def has_details(report: Report) -> bool:
+    """There is something for the second page."""
+    return bool(split_figures(report.figures)[1] or split_tables(report.tables)[1] or report.traits is not None)
+
+
+def details_html(report: Report, folder: Path) -> str:
+    """The second page: all figures and tables that the default page leaves out."""
+    _, tables = split_tables(report.tables)
+    _, figures = split_figures(report.figures)
+    return _template("details.html.j2").render(
+        report=report,
+        reading=" ".join(READING.split()),
+        tables=[_shown(table, report.runs) for table in tables],
+        traits=_shown(report.traits, report.runs) if report.traits is not None else None,
+        figures=[_embedded(figure, folder) for figure in figures],
+        filters=_filters(tables),
+        hues=COLOURS,
+    )
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _filters(tables: Sequence[Table]) -> dict[str, Any]:
+    """What a reader may choose: families by key and name, and budgets as they are written in the tables."""
+    rows = [row for table in tables for row in table.rows if not is_baseline(row)]
+    families = {family_of(row) for row in rows}
+    budgets = sorted({row.budget for row in rows if row.budget is not None})
+    return {
+        "families": {key: words for key, words in FAMILIES.items() if key in families},
+        "budgets": [knob_text("budget", budget) for budget in budgets],
+        "unlimited": any(row.budget is None for row in rows),
+    }
 
 
 def changes_html(table: Table | None, title: str, sentence: str) -> str:
@@ -99,7 +149,9 @@ def _shown(table: Table, runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
         recorded = runs.get(row.run or "") if row is not None else None
         command = command_of(row, recorded) if row is not None and recorded is not None else None
         cells = [_cell(column, index) for column in table.columns]
-        lines.append(PageLine(cells, row is not None and is_baseline(row), command))
+        family = family_of(row) if row is not None else None
+        budget = knob_text("budget", row.budget) if row is not None else None
+        lines.append(PageLine(cells, row is not None and is_baseline(row), command, family, budget))
     return {
         "name": table.name,
         "title": table.title,
@@ -140,6 +192,7 @@ def _embedded(figure: DrawnFigure, folder: Path) -> dict[str, Any]:
     pdf = (folder / paper).read_bytes()
     width, height = (int.from_bytes(image[start : start + 4], "big") for start in (16, 20))  # PNG's first chunk
     return {
+        "name": figure.file.removesuffix(".png"),
         "title": figure.title,
         "caption": figure.caption,
         "alt": figure.alt,

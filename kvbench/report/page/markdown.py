@@ -1,4 +1,4 @@
-"""report.md: the report for the viewer of a repository, with its tables and figures beside it."""
+"""report.md and details.md: the report for the viewer of a repository, with its tables and figures beside it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvbench.report.compare.warnings import ReportWarning
 from kvbench.report.figures.all_figures import DrawnFigure
 from kvbench.report.page.card_markdown import banner_markdown, card_markdown, safe
 from kvbench.report.page.content import Report
+from kvbench.report.page.pages import DETAILS, split_figures, split_tables
 from kvbench.report.page.table_files import to_markdown
 from kvbench.report.tables.table import Table, shared_caption
 from kvbench.results.run_files import PROVENANCE
@@ -31,7 +32,10 @@ windows, as the caption says. The CSV files hold unrounded numbers.
 
 
 def report_markdown(report: Report) -> str:
-    """The whole report as Markdown, links relative to its folder."""
+    """The default page as Markdown, links relative to its folder."""
+    tables, more_tables = split_tables(report.tables)
+    figures, more_figures = split_figures(report.figures)
+    further = bool(more_tables or more_figures or report.traits is not None)
     sections = [
         f"# {report.title}",
         report.size,
@@ -39,14 +43,32 @@ def report_markdown(report: Report) -> str:
         card_markdown(report.card) if report.card is not None else "",
         "## Warnings\n\n" + (_listed(report.warnings) or NO_WARNINGS),
         "## Summary\n\n" + "\n".join(f"- {safe(sentence)}" for sentence in report.summary) if report.summary else "",
-        *_tables(report.tables),
-        "## Figures\n\n" + _figures(report.figures) if report.figures else "",
-        f"## Traits\n\n{to_markdown(report.traits)}" if report.traits is not None else "",
+        "## Figures\n\n" + _figures(figures) if figures else "",
+        *_tables(tables),
+        f"More figures and tables: [{DETAILS}.md]({DETAILS}.md)." if further else "",
         "## How it was measured\n\n" + _listed(report.remarks) if report.remarks else "",
         "## Reproduce\n\n" + commands(report),
         "## Provenance\n\n"
         + "\n".join(f"- `{run}`: {machine_text(known)}" for run, known in report.provenance.items()),
     ]
+    return _joined(sections)
+
+
+def details_markdown(report: Report) -> str:
+    """The second page as Markdown: all figures and tables that the default page leaves out."""
+    _, tables = split_tables(report.tables)
+    _, figures = split_figures(report.figures)
+    sections = [
+        f"# {report.title}: details",
+        "The main figures and tables are in [report.md](report.md).",
+        "## Figures\n\n" + _figures(figures) if figures else "",
+        *_tables(tables),
+        f"## Traits\n\n{to_markdown(report.traits)}" if report.traits is not None else "",
+    ]
+    return _joined(sections)
+
+
+def _joined(sections: Sequence[str]) -> str:
     return "\n\n".join(section.rstrip("\n") for section in sections if section) + "\n"
 
 
@@ -74,11 +96,18 @@ def _tables(tables: Sequence[Table]) -> list[str]:
 
 
 def _figures(figures: Sequence[DrawnFigure]) -> str:
-    images = [
-        f"![{figure.alt}]({figure.file})\n\n*{figure.caption}.* [pdf]({figure.file.removesuffix('.png')}.pdf)"
-        for figure in figures
-    ]
-    return "\n\n".join(images)
+    return "\n\n".join(_figure(figure) for figure in figures)
+
+
+def _figure(figure: DrawnFigure) -> str:
+    paper = f"{figure.file.removesuffix('.png')}.pdf"
+    image = f"![{_alt(figure.alt)}]({figure.file})"
+    return f"### {figure.title}\n\n{image}\n\n*{figure.caption}.* [pdf]({paper})"
+
+
+def _alt(text: str) -> str:
+    """Alt text without the signs that would end it or be read as Markdown."""
+    return text.replace("[", "(").replace("]", ")").replace("\n", " ")
 
 
 def _listed(warnings: Sequence[ReportWarning]) -> str:

@@ -1,4 +1,4 @@
-"""Writes the report folder: report.html, report.md, figures, and tables as CSV, Parquet, Markdown and LaTeX."""
+"""Writes the report folder: two pages (HTML, Markdown), figures, and tables as CSV, Parquet, Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kvbench.report.compare.warnings import lost_rows
 from kvbench.report.compare.window_samples import read_windows
 from kvbench.report.compare.window_verdicts import evidence_of
 from kvbench.report.page.content import build_report
-from kvbench.report.page.html import changes_html, report_html
+from kvbench.report.page.html import changes_html, details_html, has_details, report_html
 from kvbench.report.page.latex import to_latex
-from kvbench.report.page.markdown import report_markdown
+from kvbench.report.page.markdown import details_markdown, report_markdown
+from kvbench.report.page.pages import DETAILS
 from kvbench.report.page.table_files import to_csv, to_markdown, written_forms
 from kvbench.report.tables.changes import changes, changes_sentence, changes_table
 from kvbench.report.tables.table import Table
@@ -25,7 +26,7 @@ MOST_LINES = 40
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
-    """Write report.html, report.md, the tables and the figures into `out`; returns the path of report.html.
+    """Write both pages, the tables and the figures into `out`; returns the path of report.html.
 
     Runs that failed or are still going are reported as they stand, with warnings; damaged files are skipped, and a
     warning says how many rows are lost. Raises UserError if the paths hold no run folder.
@@ -39,6 +40,9 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         for ending, content in written_forms(table).items():
             write_atomic(out / f"{table.name}.{ending}", content)
     write_atomic(out / "report.md", report_markdown(report))
+    if has_details(report):
+        write_atomic(out / f"{DETAILS}.md", details_markdown(report))
+        write_atomic(out / f"{DETAILS}.html", details_html(report, out))
     page = out / "report.html"
     write_atomic(page, report_html(report, out))
     return page

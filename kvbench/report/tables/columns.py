@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvbench.report.compare import number_text
@@ -148,7 +149,8 @@ def metric_columns(
         best = best_of(lines, headline, across_measures=across_measures)
         if headline.metric in TESTED:
             best |= {index for index, row in enumerate(found) if row is not None and evidence.is_best(row)}
-        columns.append(Column(headline.metric, header, full, compact, False, headline.rank, numbers, best))
+        column = Column(headline.metric, header, full, compact, False, headline.rank, numbers, best)
+        columns.append(replace(column, better=headline.better))
     return columns, constants
 
 

@@ -26,7 +26,7 @@ class Column:
 
     full: cells for pages; compact: for terminals, where columns of the highest rank are left out first. left: aligned
     to the left. numbers: what to sort by, the text if empty. best: lines better than all others beyond the intervals.
-    whole: a name, never wrapped or cut.
+    whole: a name, never wrapped or cut. better: `low`, `high` or None, which values are good.
     """
 
     key: str
@@ -38,6 +38,7 @@ class Column:
     numbers: Sequence[float | None] = ()
     best: frozenset[int] = frozenset()
     whole: bool = False
+    better: str | None = None
 
     def taken(self, order: Sequence[int]) -> Column:
         """The column with the cells of these lines; a line may come several times."""

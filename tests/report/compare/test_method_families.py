@@ -109,9 +109,9 @@ def test_the_perplexity_table_marks_the_best_and_a_heat_map_shows_every_pair() -
     names = column(table, "method")
     assert {names[place] for place in loss.best} == {"h2o", "tova"} and pairs.name == "method_pairs"
     assert not next(one for one in table.columns if one.key == "kl").best
-    figure = pair_heat_maps(evidence.families)
-    assert figure is not None
-    (axes,) = figure.axes
+    plot = pair_heat_maps(evidence.families)
+    assert plot is not None and "2 of 3 pairs can be told apart; best: tova, h2o" in plot.says
+    (axes,) = plot.figure.axes
     texts = {text.get_text(): text.get_weight() for text in axes.texts}
     assert len(axes.texts) == 6 and sorted(texts.values()).count("normal") == 2
     assert axes.get_title() == "budget 256, 32 windows"

@@ -32,5 +32,5 @@ def test_one_window_under_two_models_is_two_samples(tmp_path: Path) -> None:
         run.add_samples([window | {"sha256": place} for place in "ab"])
     found = read_samples(sorted(tmp_path.iterdir()))
     assert {(sample.row.model, sample.difference) for sample in found} == {("org/A", 0.5), ("org/B", 0.25)}
-    figure = loss_by_window(found)
-    assert figure is not None and figure.get_suptitle() in ("A", "B")
+    plot = loss_by_window(found)
+    assert plot is not None and plot.figure.get_suptitle() in ("A", "B")

@@ -1,50 +1,22 @@
-"""Every method can be told apart, also without red or green."""
+"""Families can be told apart, also without red or green, and every method is drawn in its family's colour."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from numpy.typing import NDArray
 
+from kvbench.report.compare.method_kinds import FAMILIES
 from kvbench.report.compare.names import display_name
 from kvbench.report.figures.method_panels import kl_by_position
-from kvbench.report.figures.perplexity import perplexity_by_budget
-from kvbench.report.figures.quality_by_bytes import quality_by_bytes
-from kvbench.report.figures.style import PALETTE, styles
+from kvbench.report.figures.style import COLOURS, INK, MARKERS, colour_of, ink_on, mark_of
 from tests.report.synthetic import crowd
-
-SHIPPED = (
-    "recompute",
-    "kivi8",
-    "kivi4",
-    "kivi2",
-    "h2o",
-    "streaming_llm",
-    "random",
-    "snapkv",
-    "tova",
-    "knorm",
-    "expected_attention",
-    "adakv",
-)
-
-
-def test_colours_are_distinct_and_stable_for_twelve_methods() -> None:
-    found = styles(["full", *SHIPPED])
-    assert len({found[name].colour for name in ("full", *SHIPPED)}) == 13
-    for name in SHIPPED:  # the colour does not depend on who else is there
-        assert styles([name])[name] == styles([name, "full", "h2o+int4"])[name] == found[name]
-
-
-def test_any_24_methods_are_distinguishable() -> None:
-    names = [f"method_{index}+int4" for index in range(24)]
-    found = styles(names)
-    assert len({(found[name].colour, found[name].marker, found[name].hollow) for name in names}) == 24
-    assert len({found[name].colour for name in names[: len(PALETTE)]}) <= len(PALETTE)
-
+from tests.shared.rows import BASE
 
 BLIND = {
     "normal": np.eye(3),
@@ -53,11 +25,15 @@ BLIND = {
 }
 
 
+def linear_of(colour: str) -> NDArray[np.float64]:
+    rgb = np.array(to_rgb(colour))
+    linear: NDArray[np.float64] = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear
+
+
 def lab(colour: str, matrix: object) -> NDArray[np.float64]:
     """CIE L*a*b* (D65) of a colour as it is seen through the matrix."""
-    rgb = np.array(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    linear = np.clip(np.asarray(matrix) @ linear, 0, 1)
+    linear = np.clip(np.asarray(matrix) @ linear_of(colour), 0, 1)
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
     scaled = to_xyz @ linear / np.array([0.9505, 1.0, 1.089])
     f = np.where(scaled > (6 / 29) ** 3, np.cbrt(scaled), scaled / (3 * (6 / 29) ** 2) + 4 / 29)
@@ -66,35 +42,41 @@ def lab(colour: str, matrix: object) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("sight", BLIND)
 def test_colours_stay_apart(sight: str) -> None:
-    for one, other in itertools.combinations(("#222222", *PALETTE), 2):
+    for one, other in itertools.combinations(COLOURS.values(), 2):
         distance = float(np.linalg.norm(lab(one, BLIND[sight]) - lab(other, BLIND[sight])))
         assert distance > 8, f"{one} and {other} are {distance:.1f} apart under {sight}"
 
 
-def test_where_colours_repeat_the_markers_differ() -> None:
-    found = styles(["full", *(f"method_{i}" for i in range(24))])
-    looks = [(style.colour, style.marker, style.hollow) for style in found.values()]
-    assert len(set(looks)) == len(looks)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_a_mark_of_its_own_and_a_colour_that_is_legible_as_text(family: str) -> None:
+    luminance = float(linear_of(COLOURS[family]) @ (0.2126, 0.7152, 0.0722))
+    assert 1.05 / (luminance + 0.05) >= 4.5
+    assert list(MARKERS.values()).count(MARKERS[family]) == 1
 
 
-def test_a_method_looks_the_same_in_every_figure() -> None:
+@pytest.mark.parametrize("name", ["cividis", "RdBu_r"])
+def test_numbers_in_heat_maps_are_legible_on_every_colour(name: str) -> None:
+    for share in np.linspace(0, 1, 101):
+        red, green, blue, _ = plt.get_cmap(name)(share)
+        luminance = float(linear_of(to_hex((red, green, blue))) @ (0.2126, 0.7152, 0.0722)) + 0.05
+        contrast = 1.05 / luminance if ink_on(red, green, blue) == "white" else luminance / 0.05
+        assert contrast >= 4.5
+
+
+def test_a_method_that_sees_the_future_is_hollow() -> None:
+    assert mark_of(replace(BASE, method="hindsight", budget=256.0))["markerfacecolor"] == "white"
+    assert mark_of(replace(BASE, method="h2o", budget=256.0))["markerfacecolor"] == COLOURS["score"]
+
+
+def test_every_method_has_its_panel_in_the_colour_of_its_family_under_a_legible_title() -> None:
     made = crowd()
-    looks = styles(display_name(row) for row in made)
-    for draw in (quality_by_bytes, perplexity_by_budget):
-        figure = draw(made, looks)
-        assert figure is not None
-        for line in figure.legends[0].get_lines():
-            assert to_rgb(line.get_color()) == to_rgb(looks[str(line.get_label())].colour)
-
-
-def test_every_method_has_its_panel_in_its_colour() -> None:
-    made = crowd()
-    looks = styles(display_name(row) for row in made)
-    figure = kl_by_position(made, looks)
-    assert figure is not None
-    panels = {axes.get_title(): axes for axes in figure.axes}
-    assert set(panels) == {display_name(row) for row in made} - {"full"}
+    plot = kl_by_position(made)
+    assert plot is not None
+    panels = {axes.get_title().split(":")[0].replace("\n", " "): axes for axes in plot.figure.axes}
+    rows = {display_name(row): row for row in made if display_name(row) != "full"}
+    assert set(panels) == set(rows)
     for name, axes in panels.items():
-        assert to_rgb(axes.title.get_color()) == to_rgb(looks[name].colour)
+        assert to_rgb(axes.title.get_color()) == to_rgb(INK)
         strongest = max(axes.get_lines(), key=lambda line: (line.get_zorder(), line.get_linewidth()))
-        assert strongest.get_marker() == looks[name].marker
+        own = [line for line in axes.get_lines() if line.get_marker() == strongest.get_marker()]
+        assert to_rgb(own[-1].get_color()) == pytest.approx(to_rgb(colour_of(rows[name])), abs=0.01)

@@ -29,8 +29,9 @@ def test_report_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     text = page.read_text()
     assert text.startswith("# KV cache comparison: Toy-135M\n")
     assert "python -m kvbench 'compare=[full,h2o]'" in text and "None: every method evicted or quantised" in text
-    linked = [word.split(")")[0] for word in text.split("](")[1:]]
-    assert linked and all((page.parent / name).stat().st_size > 0 for name in linked)
+    for file in (page, page.with_name("details.md")):
+        linked = [word.split(")")[0] for word in file.read_text().split("](")[1:]]
+        assert linked and all((page.parent / name).stat().st_size > 0 for name in linked)
     with open(page.parent / "perplexity.csv") as file:
         records = list(csv.DictReader(file))
     assert float(records[0]["ppl"]) == 22.31 and records[0]["model"] == "org/Toy-135M"

@@ -15,7 +15,7 @@
         head.setAttribute("aria-sort", up ? "ascending" : "descending");
         const lines = [...body.rows].sort((one, other) => compare(one, other, place, up));
         body.append(...lines);
-        said.textContent = `Sorted by ${button.textContent}, ${up ? "ascending" : "descending"}`;
+        said.textContent = `Sorted by ${button.dataset.name}, ${up ? "ascending" : "descending"}`;
       });
     });
   }
@@ -30,22 +30,39 @@
     return up ? order : -order;
   }
 
-  // Filtering: one field for all tables; the baseline stays, and so does everything on paper.
-  const filter = document.getElementById("filter");
-  filter?.addEventListener("input", () => {
-    const wanted = filter.value.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
-    let shown = 0, all = 0;
-    for (const row of document.querySelectorAll("tbody tr")) {
-      const words = [...row.querySelectorAll(".word")].map((cell) => cell.textContent.toLowerCase()).join(" ");
-      const stays = row.classList.contains("baseline") || !wanted.length || wanted.some((word) => words.includes(word));
-      row.classList.toggle("left-out", !stays);
-      all += 1;
-      shown += stays;
-    }
-    said.textContent = wanted.length ? `${shown} of ${all} lines of all tables shown` : "All lines shown";
-  });
+  // Filtering: one form for all tables; the baseline stays, and so does everything on paper.
+  const form = document.getElementById("filters");
+  if (form) {
+    const [text, budget] = [document.getElementById("filter"), document.getElementById("filter-budget")];
+    const boxes = [...form.querySelectorAll("[name=family]")];
+    form.hidden = false;
+    form.addEventListener("input", filter);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.addEventListener("reset", () => setTimeout(filter));
+    filter();
 
-  for (const button of document.querySelectorAll("button.copy")) {
+    function filter() {
+      const wanted = text.value.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
+      const families = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
+      const open = !wanted.length && !budget?.value && families.size === boxes.length;
+      let shown = 0, all = 0;
+      for (const row of document.querySelectorAll(".scroll tbody tr")) {
+        const words = [...row.querySelectorAll(".word")].map((cell) => cell.textContent.toLowerCase()).join(" ");
+        const stays = row.classList.contains("baseline") || (
+          (!wanted.length || wanted.some((word) => words.includes(word)))
+          && (!budget?.value || !("budget" in row.dataset) || row.dataset.budget === budget.value)
+          && (!boxes.length || !("family" in row.dataset) || families.has(row.dataset.family)));
+        row.classList.toggle("left-out", !stays);
+        all += 1;
+        shown += stays;
+      }
+      const count = open ? "All lines shown" : `${shown} of ${all} lines of all tables shown`;
+      document.getElementById("filter-count").textContent = count;
+      form.querySelector("[type=reset]").hidden = open;
+    }
+  }
+
+  for (const button of document.querySelectorAll("button[data-command]")) {
     button.addEventListener("click", async () => {
       const done = await copy(button.dataset.command);
       button.textContent = done ? "copied" : "failed";

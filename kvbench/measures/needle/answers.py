@@ -7,8 +7,10 @@ counts as an answer: see `kvbench.texts.needle_tasks`. The rows: see `kvbench.me
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
@@ -108,7 +110,9 @@ def _ask(context: RunContext, asked: Asked, when: str, indices: list[int], answe
     if when == "before":
         ids = torch.cat([ids, question], dim=1)
     fed = question if when == "after" else None
-    future = Future(question if when == "after" else question[:, :0], asked.length)
+    future = Future(
+        _what_follows(tokenizer, prompts, question, when), ids.shape[1] if when == "before" else asked.length
+    )
     step, count, ends = 0 if fed is None else fed.shape[1], prompts[0].answer_tokens, end_tokens(context.loaded)
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
@@ -120,6 +124,19 @@ def _ask(context: RunContext, asked: Asked, when: str, indices: list[int], answe
         context.save_kept_tokens(method, cache, indices, "needle", question=when, **where)
 
     each_cache(context, ids, answer, step + count, max(1, step), "needle", future, **where)
+
+
+def _what_follows(tokenizer: Any, prompts: Sequence[Prompt], question: Tensor, when: str) -> Tensor:
+    """The tokens to come, for methods that see them: the question, unless it is in the prompt, and the right answer.
+
+    int64 [B, n]: shorter answers repeat their last token.
+    """
+    answers = [
+        tokenizer(" " + ", ".join(prompt.draft.references), add_special_tokens=False).input_ids for prompt in prompts
+    ]
+    longest = max(map(len, answers))
+    padded = question.new_tensor([answer + answer[-1:] * (longest - len(answer)) for answer in answers])
+    return torch.cat([question, padded], dim=1) if when == "after" else padded
 
 
 def score(prompt: Prompt, answer: str) -> float:

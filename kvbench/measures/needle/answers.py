@@ -110,9 +110,7 @@ def _ask(context: RunContext, asked: Asked, when: str, indices: list[int], answe
     if when == "before":
         ids = torch.cat([ids, question], dim=1)
     fed = question if when == "after" else None
-    future = Future(
-        _what_follows(tokenizer, prompts, question, when), ids.shape[1] if when == "before" else asked.length
-    )
+    future = Future(_what_follows(tokenizer, prompts, question, when), asked.length)
     step, count, ends = 0 if fed is None else fed.shape[1], prompts[0].answer_tokens, end_tokens(context.loaded)
 
     def answer(method: MethodRun, cache: AnyCache) -> None:
@@ -131,9 +129,8 @@ def _what_follows(tokenizer: Any, prompts: Sequence[Prompt], question: Tensor, w
 
     int64 [B, n]: shorter answers repeat their last token.
     """
-    answers = [
-        tokenizer(" " + ", ".join(prompt.draft.references), add_special_tokens=False).input_ids for prompt in prompts
-    ]
+    right = [" " + ", ".join(prompt.draft.references) for prompt in prompts]
+    answers = [tokenizer(text, add_special_tokens=False).input_ids for text in right]
     longest = max(map(len, answers))
     padded = question.new_tensor([answer + answer[-1:] * (longest - len(answer)) for answer in answers])
     return torch.cat([question, padded], dim=1) if when == "after" else padded

@@ -15,7 +15,7 @@ from kvbench.report.compare import number_text
 from kvbench.report.compare.comparison import is_baseline, sees_future
 from kvbench.report.compare.method_kinds import FAMILIES, family_of, series_of
 from kvbench.report.compare.methods import Group, MethodNumbers, group_name, groups_of
-from kvbench.report.compare.names import display_name
+from kvbench.report.compare.names import SEES_FUTURE, display_name
 from kvbench.report.compare.sixteen_bit import DERIVED, times_sixteen_bit
 from kvbench.report.compare.window_intervals import NO_INTERVALS, WindowIntervals
 from kvbench.report.figures import layout
@@ -173,6 +173,9 @@ def _families_below(figure: Figure, rows: Sequence[Row]) -> None:
         for family, words in FAMILIES.items()
         if family in shown
     ]
+    if any(sees_future(row) for row in rows):
+        grey = COLOURS["reference"]
+        entries.append(Line2D([], [], label=SEES_FUTURE, color=grey, marker="o", markerfacecolor="white", linewidth=0))
     layout.legend_below(figure, entries)
 
 
@@ -236,7 +239,8 @@ def _write_labels(
     for own in series.values():
         named = min(own, key=lambda point: sum(1 / (4 + math.dist(seen[id(point)], other)) for other in seen.values()))
         for point in own:
-            text = layout.shortened(point.label) if point is named else _budget(point)
+            # A hollow mark says that a method sees the future.
+            text = layout.shortened(point.label.removesuffix(f" ({SEES_FUTURE})")) if point is named else _budget(point)
             text += f" ({metric.form(point.value)})" if axis.below(point.value) else ""
             labels.append(Label(places[id(point)], text, colour_of(point.quality), minor=point is not named))
     label_points(figure, axes, labels, segments)

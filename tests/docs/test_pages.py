@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from importlib import import_module
@@ -56,34 +57,42 @@ def table_rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def rows_named(label: str) -> dict[str, Row]:
+    """The published perplexity rows over all texts of one line of the table, by metric."""
+    method, _, budget = label.partition(", budget ")
+    method, _, decode = method.partition(" decode=")
+    name, _, store = method.partition("+")
+    found = {
+        row.metric or "": row
+        for row in published_rows()
+        if (row.measure, row.method, row.budget) == ("perplexity", name, float(budget) if budget else None)
+        and row.store in ([store] if store else ["dense", name])
+        and "+" in (row.dataset or "")
+        and row.position is None
+        and row.variant != "output"
+        and (not decode or json.loads(row.knobs or "{}").get("decode") == decode)
+    }
+    assert found, label
+    return found
+
+
 @pytest.mark.parametrize("cells", table_rows(), ids=lambda cells: cells[0])
 def test_the_readme_table_shows_published_rows(cells: list[str]) -> None:
     """Each number as `results/reference/methods` holds it."""
-    label, kept, mib, nll, kl, top1, needles = cells
-    method, _, budget = label.partition(", budget ")
-    name, _, store = method.partition("+")
-    rows = {
-        (row.measure, row.metric): row
-        for row in published_rows()
-        if (row.method, row.budget) == (name, float(budget) if budget else None)
-        and row.store in ([store] if store else ["dense", name])
-        and row.position is None
-        and row.depth is None
-    }
-    held = rows["perplexity", "held_bytes"]
-    assert kept == f"{rows['perplexity', 'kept_tokens'].value:,.0f}"
-    assert mib == f"{number(held) / (held.batch or 1) / MIB:.1f}"
-    assert float(kl) == pytest.approx(number(rows["perplexity", "kl"]), abs=0.0005 if float(kl) > 1e-3 else 5e-6)
-    assert float(top1.rstrip("%")) == pytest.approx(100 * number(rows["perplexity", "top1"]), abs=0.05)
-    hits = rows["needle", "hits"]
-    assert needles == f"{number(hits):.0f}/{hits.n}"
-    loss = rows["perplexity", "nll_minus_full"]
-    if name == "full" and not store:
-        assert nll == "0" and loss.value == 0
-        assert f"would take {number(held) / (held.batch or 1) / MIB / 2:.1f} MiB" in README
+    label, kept, smaller, nll, kl, gap = cells
+    rows = rows_named(label)
+    assert kept == f"{number(rows['scored_kept_tokens']):,.0f}"
+    assert smaller == f"{number(rows['x_smaller']):.1f}"
+    assert float(kl) == pytest.approx(number(rows["kl"]), abs=0.0005 if float(kl) > 1e-3 else 5e-6)
+    loss = rows["nll_minus_full"]
+    told = [float(text) for text in re.findall(r"[-+][\d.]+", nll)]
+    assert told == pytest.approx([loss.value, loss.low, loss.high], abs=5.1e-4)
+    if "gap_closed_kl" in rows:
+        closed = rows["gap_closed_kl"]
+        told = [float(text) / 100 for text in re.findall(r"-?\d+", gap)]
+        assert told == pytest.approx([closed.value, closed.low, closed.high], abs=0.00501)
     else:
-        told = [float(text) for text in re.findall(r"[-+][\d.]+", nll)]
-        assert told == pytest.approx([loss.value, loss.low, loss.high], abs=5.1e-4)
+        assert gap in ("", "0 (floor)", "100% (ceiling)")
 
 
 def number(row: Row) -> float:

@@ -50,3 +50,36 @@ def test_bytes_in_sentences_and_overview_are_at_the_context_of_the_perplexity(fo
         for member in group.everyone:
             if member.scored is not None and "ppl" in member.numbers:
                 assert member.scored.context == member.numbers["ppl"].context == group.contexts["bytes"]
+
+
+def test_x_smaller_follows_from_the_tokens_that_were_kept_while_scored() -> None:
+    """Of caches that hold kept tokens as the model made them: the recorded ratio, from the kept tokens alone.
+
+    SmolLM2-135M holds 30 layers x 3 heads x 64 channels of keys and of values. The mean over the scored tokens of what
+    a full cache has seen is its own kept tokens. Slots that wait for tokens make a cache larger than what it keeps.
+    """
+    rows = rows_of(load(REFERENCE / "methods"))
+    (full,) = {number(row) for row in rows if _is_scored_kept(row) and (row.method, row.store) == ("full", "dense")}
+    held = {(row.run, config_of(row), row.dataset): number(row) for row in rows if row.metric == "scored_bytes"}
+    kept = {(row.run, config_of(row), row.dataset): number(row) for row in rows if _is_scored_kept(row)}
+    checked = 0
+    for row in rows:
+        if row.metric != "x_smaller":
+            continue
+        place = row.run, config_of(row), row.dataset
+        token = 30 * 3 * 64 * 2 * (row.batch or 1)
+        assert number(row) == pytest.approx(full * token * 2 / held[place], rel=1e-6)
+        if row.store in ("dense", "bf16"):
+            least = kept[place] * token * (4 if row.store == "dense" else 2)
+            assert least <= held[place] < 1.35 * least + 4 * token
+            checked += 1
+    assert checked > 40
+
+
+def number(row: Row) -> float:
+    assert row.value is not None
+    return row.value
+
+
+def _is_scored_kept(row: Row) -> bool:
+    return row.measure == "perplexity" and row.metric == "scored_kept_tokens"

@@ -1,7 +1,7 @@
 """Bytes of a method's cache by formula: from a model's config, without weights and without allocating."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from kvbench.cache.rule import KeepRule, SlidingWindow
 from kvbench.cache.slots import SlotShape
 from kvbench.cache.store import DenseStore, Store
 from kvbench.errors import UserError
-from kvbench.models.shape import ModelShape, layer_windows, state_numbers
+from kvbench.models.shape import ModelShape, layer_windows, state_numbers, window_kv_heads
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Planned:
 
     kv_heads; key_dim, value_dim: numbers a head; windows: of each layer with keys and values the model's own, None
     where it has none. latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers
-    together. state_bytes: a row's, of the `state_layers` layers that keep a state of fixed size.
+    together. window_kv_heads: of layers with a window. state_bytes: a row's, of the `state_layers` layers that keep a state of fixed size.
     """
 
     kv_heads: int
@@ -34,6 +34,11 @@ class Planned:
     latent: bool = False
     state_bytes: int = 0
     state_layers: int = 0
+    window_kv_heads: int | None = None
+
+    def heads_of(self, window: int | None) -> int:
+        """KV heads of a layer with that window; None: of a layer that sees every token."""
+        return self.kv_heads if window is None or self.window_kv_heads is None else self.window_kv_heads
 
     @property
     def numbers(self) -> int:
@@ -42,8 +47,11 @@ class Planned:
 
     def full_bytes(self, batch: int, tokens: int) -> int:
         """2 * L * B * S * Hkv * D * bytes, with bounded layers at what their window or state holds between steps."""
-        size = batch * self.kv_heads * self.numbers * self.dtype.itemsize
-        held = sum(size * (tokens if window is None else min(tokens, window - 1)) for window in self.windows)
+        size = batch * self.numbers * self.dtype.itemsize
+        held = sum(
+            size * self.heads_of(window) * (tokens if window is None else min(tokens, window - 1))
+            for window in self.windows
+        )
         return held + batch * self.state_bytes
 
 
@@ -61,6 +69,7 @@ def planned_of(shape: ModelShape, config: Any, dtype: torch.dtype) -> Planned:
         latent,
         narrow * dtype.itemsize + 4 * wide,
         shape.state_layers,
+        window_kv_heads(config, shape.kv_heads),
     )
 
 
@@ -90,7 +99,8 @@ def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tok
         if model.latent:
             store = LatentStore(store, cast(Latents, None))  # the weights play no part in its size
         budget = rule.layer_tokens(prompt, depth, layers)
-        total += _layer_bytes(rule, store, model, batch, prompt, new_tokens, budget)
+        of_layer = replace(model, kv_heads=model.heads_of(window))
+        total += _layer_bytes(rule, store, of_layer, batch, prompt, new_tokens, budget)
         depth += window is None
     return total
 

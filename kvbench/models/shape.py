@@ -299,3 +299,8 @@ def refuse_without_attention_interface(model_class: type, name: str) -> None:
         "AttentionInterface, so a compressed cache cannot be attended over; choose another family, one that uses "
         "it (Llama, Qwen, Mistral, Gemma ...)"
     )
+
+
+def window_kv_heads(config: Any, kv_heads: int) -> int:
+    """KV heads of sliding-window layers, where `kv_heads` are those of the others: MiMo V2 Flash gives them twice."""
+    return 2 * kv_heads if config.model_type == "mimo_v2_flash" else kv_heads

@@ -23,7 +23,8 @@ class Planned:
 
     kv_heads; key_dim, value_dim: numbers a head; windows: of each layer with keys and values the model's own, None
     where it has none. latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers
-    together. window_kv_heads: of layers with a window. state_bytes: a row's, of the `state_layers` layers that keep a state of fixed size.
+    together. window_kv_heads: of layers with a window. state_bytes: a row's, of the `state_layers` layers that keep a
+    state of fixed size.
     """
 
     kv_heads: int

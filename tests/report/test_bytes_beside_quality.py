@@ -68,7 +68,8 @@ def test_x_smaller_follows_from_the_tokens_that_were_kept_while_scored() -> None
             continue
         place = row.run, config_of(row), row.dataset
         token = 30 * 3 * 64 * 2 * (row.batch or 1)
-        assert number(row) == pytest.approx(full * token * 2 / held[place], rel=1e-6)
+        # Heads of adakv and kvzip hold whole blocks, as many as a batch needs.
+        assert number(row) == pytest.approx(full * token * 2 / held[place], rel=2e-3)
         if row.store in ("dense", "bf16"):
             least = kept[place] * token * (4 if row.store == "dense" else 2)
             assert least <= held[place] < 1.35 * least + 4 * token

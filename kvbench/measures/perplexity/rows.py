@@ -93,9 +93,9 @@ def _chosen(values: Tensor | None, windows: list[int]) -> Tensor | None:
 def _byte_rows(base: Row, mine: Scores) -> Iterator[Row]:
     """Tokens and bytes of the caches that were scored."""
     for metric, value, unit in (
-        ("held_bytes", mine.held[0], "bytes"),
+        ("held_bytes", mine.of_whole_batches(mine.held), "bytes"),
         ("scored_kept_tokens", sum(mine.scored_kept) / len(mine.scored_kept), "tokens"),
-        ("scored_bytes", mine.scored_held[0], "bytes"),
+        ("scored_bytes", mine.of_whole_batches(mine.scored_held), "bytes"),
     ):
         yield replace(base, metric=metric, value=value, unit=unit)
     if mine.full_16bit and sum(mine.scored_held) > 0:

@@ -37,6 +37,12 @@ class Scores:
         batches = self.columns.get(name, [])
         return torch.cat(batches) if len(batches) == len(self.columns["nll"]) else None
 
+    def of_whole_batches(self, values: list[float]) -> float:
+        """The mean over the batches that are as large as the first: the last may be smaller."""
+        sizes = [len(batch) for batch in self.columns["nll"]]
+        whole = [value for value, size in zip(values, sizes, strict=True) if size == sizes[0]]
+        return sum(whole) / len(whole)
+
     def of_window(self, name: str, window: int) -> float | None:
         """A column's mean over one window; None where it is not known."""
         known = torch.cat(self.columns[name]) if self.columns.get(name) else torch.empty(0)

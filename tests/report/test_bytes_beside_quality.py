@@ -71,8 +71,9 @@ def test_x_smaller_follows_from_the_tokens_that_were_kept_while_scored() -> None
         # Heads of adakv and kvzip hold whole blocks, as many as a batch needs.
         assert number(row) == pytest.approx(full * token * 2 / held[place], rel=2e-3)
         if row.store in ("dense", "bf16"):
-            least = kept[place] * token * (4 if row.store == "dense" else 2)
-            assert least <= held[place] < 1.35 * least + 4 * token
+            each = token * (4 if row.store == "dense" else 2)
+            # At most 80 slots wait, half of the 128 scored tokens and a block; positions and scores take 3%.
+            assert kept[place] * each <= held[place] < 1.03 * (kept[place] + 80) * each
             checked += 1
     assert checked > 40
 

@@ -13,7 +13,7 @@ from kvbench.results.loading import load
 from kvbench.results.row import Row, rows_of
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
-FOLDERS = [REFERENCE / name for name in ("methods", "architecture", "first_light")]
+FOLDERS = [REFERENCE / name for name in ("methods", "budgets", "architecture", "first_light")]
 
 
 def pairs(rows: list[Row]) -> list[tuple[Row, Row]]:

@@ -18,6 +18,8 @@ FAMILIES = {
 BY_POSITION = ("streaming_llm",)
 REFERENCES = ("full", "recompute", "random")
 """Methods that bound the others, beside those that see the future: the full cache, no cache, random eviction."""
+SIXTEEN_BITS = ("bf16", "fp16")
+"""Stores that hold kept tokens in 16 bits: a rule with one of them is no mixture."""
 STOCK = "hf_"
 """Begins the names of caches that come with transformers."""
 BUDGET = KNOBS.index("budget")
@@ -40,8 +42,8 @@ def family_of(row: Row) -> str:
 
 
 def _is_plain(row: Row) -> bool:
-    """The store holds numbers as the model made them, or is the method's own."""
-    return row.store in (None, "dense", "paged", row.method)
+    """The store holds numbers as the model made them or in 16 bits, as models are served, or is the method's own."""
+    return row.store in (None, "dense", "paged", *SIXTEEN_BITS, row.method)
 
 
 def series_of(row: Row) -> tuple[object, ...]:

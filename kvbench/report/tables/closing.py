@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvbench.report.compare import number_text
+from kvbench.report.compare.comparison import sees_future
 from kvbench.report.compare.methods import Group, MethodNumbers, group_name
 from kvbench.report.compare.names import display_name, knob_text
 from kvbench.results.paired import FEWEST_UNITS
 
 MOST_METHODS = 4
-"""Of more methods with one number of kept tokens, only the one with the lowest loss is named."""
+"""Of more methods with one number of kept tokens, only the one with the lowest loss is named, none that sees the
+future."""
 MOST_SENTENCES = 6
 VERDICTS = {"worse": "worse", "within_margin": "within margin", "not_enough_data": "no verdict"}
 
@@ -49,6 +51,7 @@ def _kept(member: MethodNumbers) -> str:
 
 
 def _methods(members: Sequence[MethodNumbers]) -> str:
+    members = [member for member in members if not sees_future(member.row)] or members
     measured = [member for member in members if member.value("nll_minus_full") is not None]
     if len(members) > MOST_METHODS and measured:
         least = min(measured, key=lambda member: member.value("nll_minus_full") or 0.0)

@@ -62,4 +62,4 @@ def _panel(axes: Axes, lines: Sequence[Line], metric: str) -> None:
     axes.set_xlim(100 * min(drawn) - 5, 100 * max(drawn) + 5)
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    axes.set_xlabel(f"{METRICS[metric]}\n0%: random, 100%: hindsight ({SEES_FUTURE})", fontsize=8)
+    axes.set_xlabel(f"{METRICS[metric]}\n0%: random\n100%: hindsight ({SEES_FUTURE})", fontsize=8)

@@ -22,15 +22,15 @@ class KVzip(KeepRule):
 
     After the prefill the prompt is repeated in chunks of `chunk` tokens. The score of a key and value is the largest
     probability that they receive from the replay, over queries and the query heads of a KV head. The best pairs of all
-    heads and layers stay: a head keeps as many as it has among them. With variant="uniform" every head keeps the same
-    number. With variant="plus" each query head's probability is multiplied by ||W_o v||. The newest token stays. Decode
+    heads and layers stay: a head keeps as many as it has among them. With share="uniform" every head keeps the same
+    number. With share="plus" each query head's probability is multiplied by ||W_o v||. The newest token stays. Decode
     appends. The instruction before each chunk is worded here; a model without a tokenizer replays without it.
 
     counts: tokens that each head keeps, [B, Hkv] for each layer's index; set for each prompt.
     """
 
     chunk: int = whole(2048, least=1)
-    variant: str = choice("shared", "uniform", "plus")
+    share: str = choice("shared", "uniform", "plus", knob="variant")
     decode: Decode = "append"
     instruction: tuple[int, ...] = ()
     counts: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -45,17 +45,17 @@ class KVzip(KeepRule):
 
     def observations(self) -> tuple[Observation, ...]:
         seen = ReplayAttention(self.instruction, self.chunk)
-        return (seen, OutputNorms(2)) if self.variant == "plus" else (seen,)
+        return (seen, OutputNorms(2)) if self.share == "plus" else (seen,)
 
     def initial_scores(self, record: LayerRecord) -> Tensor:
         seen = record.observed[self.observations()[0]]  # [B, Hkv, Hq / Hkv, T]
-        return (seen * record.observed[OutputNorms(2)] if self.variant == "plus" else seen).amax(2)
+        return (seen * record.observed[OutputNorms(2)] if self.share == "plus" else seen).amax(2)
 
     def of_prompt(self, record: PrefillRecord) -> KeepRule:
         """The rule with each head's number of the best pairs of all layers and heads."""
         layers = [layer for layer in record.layers if layer.scoring.window is None]
         budget = self.tokens(record.prompt_tokens)
-        if self.variant == "uniform" or budget is None or budget >= record.prompt_tokens:
+        if self.share == "uniform" or budget is None or budget >= record.prompt_tokens:
             return self
         position = torch.arange(record.prompt_tokens, device=record.ids.device)
         protected = (position < self.first_tokens) | (position >= record.prompt_tokens - self.last_tokens(budget))

@@ -40,7 +40,8 @@ def calibrate(method: Method, loaded: LoadedModel) -> Method:
 
     Raises UserError where the essays are not on this machine, or the model's rotary embedding cannot be taken off keys.
     """
-    method = replace(method, rule=method.rule.for_tokenizer(loaded.tokenizer))
+    if (rule := method.rule.for_tokenizer(loaded.tokenizer)) is not method.rule:
+        method = replace(method, rule=rule)
     if not method.store.calibrates:
         return method
     if loaded.mla not in (None, "expand"):

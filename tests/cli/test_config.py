@@ -133,7 +133,11 @@ def test_knobs_that_are_read_are_columns_and_the_others_are_gone() -> None:
     method = one("method=h2o", "budget=16", "bits=4", "sinks=3", "residual=64", "group=16")
     assert method.columns == {"budget": 16, "window": None, "variant": "sum"}
     assert method.others == {"decode": "evict"}
-    assert one("method=snapkv", "budget=64", "decode=evict", "pool=5").others == {"decode": "evict", "pool": 5}
+    assert one("method=snapkv", "budget=64", "decode=evict", "pool=5").others == {
+        "decode": "evict",
+        "pool": 5,
+        "ties": "older",
+    }
     assert one("method=streaming_llm", "budget=16").columns == {"budget": 16, "sinks": 4, "variant": "in_cache"}
     assert one("method=random", "budget=16", "seed=3").columns == {"budget": 16, "sinks": 4, "window": None, "seed": 3}
     kivi = one("method=kivi4", "budget=16")

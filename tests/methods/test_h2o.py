@@ -217,7 +217,7 @@ def test_share_of_the_prompt_is_rounded_up_once(share: float, prompt: int, token
         ({"budget": 8, "recent": -1}, "window=1"),
         ({"budget": 8, "recent": True}, "window=1"),
         ({"budget": 8, "recent": 2.5}, "window=1"),
-        ({"budget": 8, "combine": "median"}, "sum, mean or max"),
+        ({"budget": 8, "combine": "median"}, "sum or max"),
     ],
 )
 def test_knobs_that_cannot_be(knobs: dict[str, object], named: str) -> None:

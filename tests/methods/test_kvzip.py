@@ -75,14 +75,14 @@ def ordered(scores: Tensor) -> list[tuple[int, int, int]]:
 
 def test_uniform_gives_every_head_the_budget_and_plus_weighs_by_norms() -> None:
     ids = TEXT[None, :PROMPT]
-    uniform = KVzip(8, variant="uniform", instruction=INSTRUCTIONS)
+    uniform = KVzip(8, share="uniform", instruction=INSTRUCTIONS)
     held = build_cache(MODEL, Method("kvzip", uniform, DenseStore()), ids).kept_positions()
     scores = eager_replay(ids[0], INSTRUCTIONS, 2048).amax(2)
     for layer, rows in held.items():
         for head in range(2):
             best = scores[layer, head, : PROMPT - 1].topk(7).indices.tolist()
             assert rows[0, head].tolist() == sorted([*best, PROMPT - 1])
-    plus = KVzip(8, variant="plus", instruction=INSTRUCTIONS)
+    plus = KVzip(8, share="plus", instruction=INSTRUCTIONS)
     record = prefill(MODEL, ids, [plus])
     for layer in record.layers:
         weighted = eager_replay(ids[0], INSTRUCTIONS, 2048)[layer.index] * layer.observed[OutputNorms(2)][0]

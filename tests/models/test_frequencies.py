@@ -61,7 +61,12 @@ def test_a_run_is_refused_before_weights_are_loaded() -> None:
     }
     spec = model_spec({"name": "m", "random": {"model_type": "llama", **settings}})
     target: Any = SimpleNamespace(
-        spec=spec, shape=describe(spec), tokens=torch.zeros(1000), text=SimpleNamespace(name="random"), bos=()
+        spec=spec,
+        shape=describe(spec),
+        tokens=torch.zeros(1000),
+        lengths=[1000],
+        text=SimpleNamespace(name="random"),
+        bos=(),
     )
     check_measures_fit([Memory(contexts=[100], tokens=28), Memory(contexts=[200], tokens=28)], target)
     with pytest.raises(UserError, match="m has longrope rotary frequencies, which change beyond 128 tokens, and 120"):

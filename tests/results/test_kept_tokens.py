@@ -89,7 +89,7 @@ def test_a_run_writes_the_file_and_the_report_draws_it(tmp_path: Path, monkeypat
     assert len(heads) == 2 * 2 * 2
     assert all(positions == [0, 1, 2, 3, *range(35, 43)] for positions in heads)
     assert report([str(saved)]) == 0
-    page = (saved / "report" / "report.md").read_text()
+    page = (saved / "report" / "details.md").read_text()
     assert "(kept_perplexity_prefill_decode_40.png)" in page
     assert (saved / "report" / "kept_perplexity_prefill_decode_40.png").stat().st_size > 5_000
 
@@ -102,7 +102,7 @@ def kept(method: str, layers: dict[int, list[list[int]]], **more: object) -> Kep
 def test_the_plot_is_dark_where_tokens_stayed() -> None:
     one, other = {0: [[0, 1, 7], [2, 3, 7]], 2: [[5, 6, 7], [0, 6, 7]]}, {0: [[7], [6, 7]], 2: [[7], [7]]}
     tokens = to_table([kept("h2o", one), kept("adaptive", other)], "run").to_pandas()
-    figure = _figure(tokens)
+    figure, _ = _figure(tokens)
     first, second = figure.axes
     for axes, layers in ((first, one), (second, other)):
         shown = np.zeros((4, 8))

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
-from kvbench.offline import fetched_folder
+from kvbench.offline import fetch_command, fetched_folder, fetched_path
 
 BOS_RULES = ("auto", "none", "first")
 DATASET_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -79,6 +79,9 @@ def load_text(node: Mapping[str, Any]) -> Text:
     """
     spec = data_spec(node)
     if spec.texts is not None:
+        if missing := [name for name in spec.texts if fetched_path(name) is None]:
+            names = " ".join(missing)
+            raise UserError(f"texts of data={spec.name} are not on this machine: type {fetch_command(names)}")
         parts = tuple(load_text({"fetched": name, "limit": spec.limit, "joiner": spec.joiner}) for name in spec.texts)
         digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest()
         return Text("+".join(spec.texts), "", digest, parts=parts)

@@ -84,3 +84,9 @@ def test_a_list_of_texts_is_read_and_named(essays_folder: Path, tmp_path: Path) 
 def test_what_is_no_list_of_texts_is_refused(given: object) -> None:
     with pytest.raises(UserError, match="must list two or more different texts"):
         data_spec({"texts": given})
+
+
+def test_texts_that_are_not_here_are_named_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="type python -m kvbench.fetch essays code$"):
+        load_text({"texts": ["essays", "code"]})

@@ -64,7 +64,7 @@ def test_x_smaller_follows_from_the_tokens_that_were_kept_while_scored() -> None
     kept = {(row.run, config_of(row), row.dataset): number(row) for row in rows if _is_scored_kept(row)}
     checked = 0
     for row in rows:
-        if row.metric != "x_smaller":
+        if (row.measure, row.metric) != ("perplexity", "x_smaller"):
             continue
         place = row.run, config_of(row), row.dataset
         token = 30 * 3 * 64 * 2 * (row.batch or 1)

@@ -88,7 +88,7 @@ def test_published_folders_say_where_their_weights_come_from() -> None:
     flags = {flag for row in rows for flag in (row.flags or "").split()}
     assert flags == {"better_than_full", "few_windows", "not_computed", "sees_future", "unsteady"}
     noted = {row.note for row in rows if row.flags == "unsteady"}
-    assert noted and all("unsteady: " in str(note) for note in noted)
+    assert noted and all("unsteady: " in str(note) or "half of the steps differ" in str(note) for note in noted)
 
 
 def test_parts_of_published_caches_add_up_to_what_they_hold() -> None:

@@ -28,6 +28,7 @@ from kvbench.harness.__main__ import main as harness
 from kvbench.results.loading import find_runs, load
 from tests.shared.outside import forget_outside, write_outside
 from tests.shared.paths import ROOT as CHECKOUT
+from tests.shared.paths import runs_by_time
 from tests.shared.text import light
 
 TINY = ["data=random", "measure=[memory]", "memory.contexts=[32]", "memory.tokens=2", "memory.isolate=false"]
@@ -66,7 +67,7 @@ def test_the_knob_changes_the_resume_key_of_its_method_only(own: Path, capsys: p
     words = [f"hydra.searchpath=[file://{own}]", *TINY, "model=random-tiny", "compare=[every,knorm]", "budget=12"]
     assert main([*words, "every_stride=2"]) == 0
     assert main([*words, "every_stride=4"]) == 0
-    second = load(max(find_runs("results")))
+    second = load(runs_by_time("results")[-1])
     assert set(second["method"]) == {"every"}
 
 
@@ -77,7 +78,7 @@ def test_a_sweep_packs_outside_and_built_in_methods_into_one_job_with_one_prefil
     words = ["model=random-tiny", "data=random", "method=every,other,knorm", "budget=12", "every_stride=2,3"]
     words += ["measure=[perplexity]", "perplexity.context=32", "perplexity.tokens=2", "perplexity.windows=2"]
     assert main(["-m", *words, "--config-dir", str(own)]) == 0
-    runs = [load(folder) for folder in find_runs("results")]
+    runs = [load(folder) for folder in runs_by_time("results")]
     assert [set(run["method"]) for run in runs] == [{"full", "every", "other", "knorm"}, {"every", "other"}]
     (module,) = [sys.modules[name] for name in sys.modules if name.startswith("outside_")]
     assert len(module.BUILT_FROM) == 4
@@ -99,7 +100,7 @@ def test_an_outside_measure_is_measured_beside_a_built_in_one(own: Path, capsys:
 def test_a_sweep_over_a_setting_of_an_outside_measure(own: Path) -> None:
     words = ["model=random-tiny", "data=random", "measure=[entropy]", "entropy.context=32,48", "method=every,knorm"]
     assert main(["-m", f"hydra.searchpath=[file://{own}]", *words, "budget=12", "entropy.tokens=2"]) == 0
-    runs = [load(folder) for folder in find_runs("results")]
+    runs = [load(folder) for folder in runs_by_time("results")]
     assert [set(run["method"]) for run in runs] == [{"full", "every", "knorm"}] * 2
     assert {int(context) for run in runs for context in run["context"]} == {32, 48}
 

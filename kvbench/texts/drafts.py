@@ -33,6 +33,11 @@ class Draft:
     answer_needle: str | None = None
     answer: str | None = None
 
+    @property
+    def right_answer(self) -> str:
+        """What a right answer says."""
+        return self.answer or ", ".join(self.references)
+
 
 @dataclass(frozen=True)
 class Task:

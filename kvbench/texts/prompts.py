@@ -191,11 +191,10 @@ class Maker:
 
     def _answer_tokens(self, task: Task, draft: Draft) -> int:
         """As many as RULER, or as the setting allows, and never fewer than all references take."""
-        commas = ", ".join(draft.references)
-        tokens = max(task.answer_tokens, len(self.encode(commas)))
+        tokens = max(task.answer_tokens, len(self.encode(", ".join(draft.references))))
         if self.most_tokens is None:
             return tokens
-        return min(tokens, max(self.most_tokens, len(self.encode(draft.answer or commas))))
+        return min(tokens, max(self.most_tokens, len(self.encode(draft.right_answer))))
 
     def _span(self, needle: str, ids: list[int], text: str) -> tuple[int, int]:
         """The fewest consecutive tokens that hold the needle, as the first one and the one after the last."""

@@ -146,6 +146,28 @@ def test_no_gap_without_bounds_of_the_same_tokens(other: dict[str, Method]) -> N
     assert not [row for row in rows if row.metric.startswith("gap_closed")]
 
 
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_floor_that_fails_leaves_the_rule_without_a_gap(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first batch of windows, or in the second: the rule's other rows are as they would be."""
+    whole = rows_of(score_windows(bench(bounded()), settings(windows=12, batch=6)))
+    built = 0
+
+    def fails(rule: Random, *arguments: object) -> Tensor:
+        nonlocal built
+        built += 1
+        if built > 2 * batches * (1 + 9):  # two layers: the prompt's choice, and one eviction a scored token
+            raise RuntimeError("the floor fails")
+        return priority(rule, *arguments)
+
+    priority = Random.priority
+    monkeypatch.setattr(Random, "priority", fails)
+    here = bench(bounded())
+    rows = rows_of(score_windows(here, settings(windows=12, batch=6)))
+    assert [label for label, _ in here.journal.failures] == ["random"]
+    assert not [row for row in rows if row.metric.startswith("gap_closed")]
+    assert value(rows, "h2o", "kl") == value(whole, "h2o", "kl")
+
+
 def test_what_the_ceiling_predicts_is_nearer_than_the_floor() -> None:
     rows = rows_of(score_windows(bench(bounded()), settings(windows=12)))
     assert value(rows, "hindsight", "kl") < value(rows, "random", "kl")

@@ -129,7 +129,7 @@ def _what_follows(tokenizer: Any, prompts: Sequence[Prompt], question: Tensor, w
 
     int64 [B, n]: shorter answers repeat their last token.
     """
-    right = [" " + ", ".join(prompt.draft.references) for prompt in prompts]
+    right = [f" {prompt.draft.right_answer}" for prompt in prompts]
     answers = [tokenizer(text, add_special_tokens=False).input_ids for text in right]
     longest = max(map(len, answers))
     padded = question.new_tensor([answer + answer[-1:] * (longest - len(answer)) for answer in answers])

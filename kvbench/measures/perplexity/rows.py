@@ -94,7 +94,7 @@ def _byte_rows(base: Row, mine: Scores) -> Iterator[Row]:
     """Tokens and bytes of the caches that were scored."""
     for metric, value, unit in (
         ("held_bytes", mine.of_whole_batches(mine.held), "bytes"),
-        ("scored_kept_tokens", sum(mine.scored_kept) / len(mine.scored_kept), "tokens"),
+        ("scored_kept_tokens", mine.mean_kept, "tokens"),
         ("scored_bytes", mine.of_whole_batches(mine.scored_held), "bytes"),
     ):
         yield replace(base, metric=metric, value=value, unit=unit)

@@ -37,6 +37,11 @@ class Scores:
         batches = self.columns.get(name, [])
         return torch.cat(batches) if len(batches) == len(self.columns["nll"]) else None
 
+    @property
+    def mean_kept(self) -> float | None:
+        """Tokens kept per KV head, the mean while scored; None where nothing was scored."""
+        return sum(self.scored_kept) / len(self.scored_kept) if self.scored_kept else None
+
     def of_whole_batches(self, values: list[float]) -> float:
         """The mean over the batches that are as large as the first: the last may be smaller."""
         sizes = [len(batch) for batch in self.columns["nll"]]

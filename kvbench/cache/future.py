@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.observe import Observation
-from kvbench.cache.output_norms import output_norms
+from kvbench.cache.output_norms import layer_norms
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rotary import RotateBack
 from kvbench.kernels.prefill import Scoring, sums_by_head
@@ -38,7 +38,7 @@ class FutureAttention(Observation):
     """
 
     output_weighted: bool = False
-    of_future: ClassVar[bool] = True
+    from_prompt: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -55,5 +55,5 @@ def future_attention(model: PreTrainedModel, layer: LayerRecord, first: int, out
     """`FutureAttention` of one layer, from its record over prompt and future with `MassByHead(first)` observed."""
     mass = layer.observed[MassByHead(first)]
     if output_weighted:
-        mass = mass * output_norms(model, layer, 2)
+        mass = mass * layer_norms(model, layer, 2)
     return mass.sum(2)

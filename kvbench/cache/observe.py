@@ -16,17 +16,8 @@ class Observation:
 
     before_rotation: ClassVar[bool] = False
     """Whether it is computed from queries before their rotary embedding."""
-    of_future: ClassVar[bool] = False
-    """Whether it looks at tokens after the prompt: see `kvbench.cache.future`."""
-    of_weights: ClassVar[bool] = False
-    """Whether it needs the model's weights: see `kvbench.cache.output_norms`."""
-    of_replay: ClassVar[bool] = False
-    """Whether the prompt is fed again behind its own cache: see `kvbench.cache.replay`."""
-
-    @property
-    def from_prompt(self) -> bool:
-        """Whether `compute` gives it from the prompt's queries and keys alone."""
-        return not (self.of_future or self.of_weights or self.of_replay)
+    from_prompt: ClassVar[bool] = True
+    """Whether `compute` gives it from the prompt's queries and keys alone; else `prefill` adds it to the record."""
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         """The quantity, from query [B, Hq, T, D] and key [B, Hkv, T, D] with their rotary embedding.

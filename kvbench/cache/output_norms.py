@@ -1,5 +1,6 @@
 """What a token's value adds to the residual stream: the norm of W_o v, for each query head."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.cache.observe import Observation
-from kvbench.cache.record import LayerRecord
+from kvbench.cache.record import LayerRecord, PrefillRecord
 from kvbench.errors import UserError
 from kvbench.kernels.prefill import block_bytes
 
@@ -24,10 +25,16 @@ class OutputNorms(Observation):
     """
 
     order: Literal[1, 2] = 2
-    of_weights: ClassVar[bool] = True
+    from_prompt: ClassVar[bool] = False
 
 
-def output_norms(model: PreTrainedModel, layer: LayerRecord, order: Literal[1, 2]) -> Tensor:
+def output_norms(model: PreTrainedModel, record: PrefillRecord, order: Literal[1, 2]) -> Iterator[Tensor | None]:
+    """`OutputNorms` of each recorded layer; None where it has a sliding window."""
+    for layer in record.layers:
+        yield layer_norms(model, layer.at_home(), order) if layer.scoring.window is None else None
+
+
+def layer_norms(model: PreTrainedModel, layer: LayerRecord, order: Literal[1, 2]) -> Tensor:
     """`OutputNorms` of one layer. Raises UserError for latent attention and where W_o is not found."""
     if layer.is_shared:
         raise UserError(

@@ -1,6 +1,7 @@
 """Run a prompt once with exact attention, and record what caches are built from."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,9 +47,9 @@ def prefill(
     record = _prefill(model, ids, [observation for observation in wanted if observation.from_prompt], on_host)
     for observation in dict.fromkeys(wanted):
         if isinstance(observation, OutputNorms):
-            _add_norms(model, record, observation)
+            _add(record, observation, partial(output_norms, model, record, observation.order))
         if isinstance(observation, ReplayAttention):
-            _add_replay(model, record, observation)
+            _add(record, observation, partial(replay, model, record, observation))
     ahead = [observation for observation in dict.fromkeys(wanted) if isinstance(observation, FutureAttention)]
     if ahead:
         _look_ahead(model, record, ahead, future)
@@ -76,22 +77,13 @@ def _prefill(model: PreTrainedModel, ids: Tensor, observations: list[Observation
     return PrefillRecord(ids, logits.clone(), layers, elapsed_ms - sum(observe_ms.values()), observe_ms, states)
 
 
-def _add_norms(model: PreTrainedModel, record: PrefillRecord, norms: OutputNorms) -> None:
-    """Add the norms of what each token's value adds to the residual stream."""
+def _add(record: PrefillRecord, observation: Observation, compute: Callable[[], Iterable[Tensor | None]]) -> None:
+    """Add to the record what `compute` gives for each layer, and its time; None: nothing for that layer."""
     started = clock(record.ids.device)
-    for layer in record.layers:
-        if layer.scoring.window is None:
-            layer.observed[norms] = output_norms(model, layer.at_home(), norms.order).to(layer.key.device)
-    record.observe_ms[norms] = 1e3 * (clock(record.ids.device) - started)
-
-
-def _add_replay(model: PreTrainedModel, record: PrefillRecord, wanted: ReplayAttention) -> None:
-    """Add what each token receives while the model repeats the prompt."""
-    started = clock(record.ids.device)
-    for layer, seen in zip(record.layers, replay(model, record, wanted), strict=True):
+    for layer, seen in zip(record.layers, compute(), strict=True):
         if seen is not None:
-            layer.observed[wanted] = seen.to(layer.key.device)
-    record.observe_ms[wanted] = 1e3 * (clock(record.ids.device) - started)
+            layer.observed[observation] = seen.to(layer.key.device)
+    record.observe_ms[observation] = 1e3 * (clock(record.ids.device) - started)
 
 
 def _look_ahead(

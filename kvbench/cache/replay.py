@@ -37,7 +37,7 @@ class ReplayAttention(Observation):
     instruction: tuple[int, ...] = ()
     chunk: int = 2048
     n_sink: int = 4
-    of_replay: ClassVar[bool] = True
+    from_prompt: ClassVar[bool] = False
 
 
 class ReplayLayer(EngineLayer):

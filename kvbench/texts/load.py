@@ -84,7 +84,7 @@ def load_text(node: Mapping[str, Any]) -> Text:
             raise UserError(f"texts of data={spec.name} are not on this machine: type {fetch_command(names)}")
         parts = tuple(load_text({"fetched": name, "limit": spec.limit, "joiner": spec.joiner}) for name in spec.texts)
         digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest()
-        return Text("+".join(spec.texts), "", digest, parts=parts)
+        return Text(spec.name, "", digest, parts=parts)
     if spec.random_tokens is not None:
         digest = hashlib.sha256(f"random {spec.random_tokens} {spec.seed}".encode()).hexdigest()
         return Text(spec.name, "", digest, spec.random_tokens, spec.seed)
@@ -122,7 +122,8 @@ def data_spec(node: Mapping[str, Any]) -> DataSpec:
             given[key] = str(given[key])
     source = next(key for key in sources if key in given)
     if source == "texts":
-        given["texts"], given["name"] = names_of_texts(given["texts"]), "+".join(names_of_texts(given["texts"]))
+        given["texts"] = names_of_texts(given["texts"])
+        given["name"] = "+".join(given["texts"])
     elif given.pop("texts", None) is not None:
         given.pop("name", None)  # data=mixed data.path=FILE: the file, under its own name
     if source in ("path", "id") and given.pop("random_tokens", None) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.cache.future import FutureAttention
 from kvbench.cache.observe import Observation
 from kvbench.cache.rule import KeepRule
 from kvbench.kernels.prefill import Scoring
@@ -25,8 +26,8 @@ def observed_of(
 def _observed(one: Observation, query: Tensor, key: Tensor, scoring: Scoring, rotation: Any) -> Tensor:
     batch, kv_heads, tokens, _ = key.shape
     generator = torch.Generator().manual_seed(tokens)
-    if one.of_future:
+    if isinstance(one, FutureAttention):
         return torch.rand(batch, kv_heads, tokens + TOKENS_AFTER, generator=generator)
-    if one.of_weights or one.of_replay:
+    if not one.from_prompt:
         return torch.rand(batch, kv_heads, query.shape[1] // kv_heads, tokens, generator=generator)
     return one.compute(query, key, scoring, rotation)

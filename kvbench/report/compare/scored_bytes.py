@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvbench.report.compare.comparison import Line
 from kvbench.results.row import Row
 
 SCORED = "scored_bytes"
@@ -20,11 +19,6 @@ def bytes_metric(methods: Iterable[Mapping[str, Row]]) -> str:
     return SCORED if all(SCORED in numbers for numbers in known) else HELD
 
 
-def rows_by_metric(line: Line) -> dict[str, Row]:
-    """The byte rows of a line of the perplexity table."""
-    return {metric: row for metric in METRICS if (row := line.get(metric)) is not None}
-
-
 def same_cache(quality: Row, size: Row) -> bool:
     """True if both numbers were taken on one cache: by one measure, at one context, in one run."""
     return (quality.measure, quality.context, quality.run) == (size.measure, size.context, size.run)
@@ -33,12 +27,3 @@ def same_cache(quality: Row, size: Row) -> bool:
 def size_of(row: Row | None) -> float | None:
     """Bytes of one sequence."""
     return None if row is None or row.value is None else row.value / (row.batch or 1)
-
-
-def axis_text(rows: Iterable[Row], unit: str) -> str:
-    """`held while scored, MiB` and, on a second line, `at context 1,024`; of one sequence."""
-    known = list(rows)
-    contexts = {row.context for row in known if row.context is not None}
-    when = " while scored" if {row.metric for row in known} == {SCORED} else " after scoring"
-    where = f"\nat context {min(contexts):,}" if len(contexts) == 1 else ""
-    return f"held{when}, {unit}{where}"

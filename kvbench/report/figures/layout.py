@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -25,8 +24,6 @@ from kvbench.report.compare.names import heads_text, labels, short_model
 from kvbench.report.figures.style import RC, WIDTH
 from kvbench.results.row import Row
 
-WIDEST = 28
-"""Characters of a name in a legend beside the panels."""
 LONGEST = 46
 """Characters of a name in a legend below the panels or on an axis."""
 CHARACTER = 0.6
@@ -161,23 +158,6 @@ def plain_log(axes: Axes, which: str, values: Sequence[float], most: int = 12) -
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
-
-
-def context_axis(axes: Axes, contexts: Sequence[int], panels: int) -> bool:
-    """An x axis of contexts with a tick at each measured one. True if it is logarithmic.
-
-    It is linear as long as the ticks have room, because bytes and times grow linearly with context.
-    """
-    ticks = sorted(set(contexts))
-    width = (WIDTH - 1.5) / min(panels, 2) - 0.5  # inches, next to a legend
-    gaps = [width * (after - before) / (ticks[-1] - ticks[0]) for before, after in itertools.pairwise(ticks)]
-    logarithmic = min(gaps, default=width) < 0.4
-    if logarithmic:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, tokens(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("context, tokens")
-    return logarithmic
 
 
 def tokens(lengths: Sequence[int | None]) -> list[str]:

@@ -147,13 +147,18 @@ def _titles(axes: Axes, title: str, beyond: Sequence[TradeOff], metric: Metric, 
     axes.set_title("\n".join(lines), fontsize=CLIPPED_SIZE if beyond else 9)
 
 
-def _listed(points: Sequence[TradeOff], metric: Metric) -> str:
-    """`random 128 (1.3), 256 (0.96); knorm 128 (1.1)`: a method once, its budgets with their values."""
+def _by_series(points: Sequence[TradeOff]) -> list[list[TradeOff]]:
+    """The points of each method, whatever their budgets."""
     series: dict[tuple[object, ...], list[TradeOff]] = {}
     for point in points:
         series.setdefault(series_of(point.quality), []).append(point)
+    return list(series.values())
+
+
+def _listed(points: Sequence[TradeOff], metric: Metric) -> str:
+    """`random 128 (1.3), 256 (0.96); knorm 128 (1.1)`: a method once, its budgets with their values."""
     parts = []
-    for own in series.values():
+    for own in _by_series(points):
         first = own[0]
         texts = [f"{first.label} {metric.form(first.value)}"]
         texts += [f"{_budget(point)} {metric.form(point.value)}" for point in own[1:]]
@@ -185,10 +190,7 @@ def _draw(axes: Axes, points: Sequence[TradeOff], metric: Metric, axis: LossAxis
     axis.apply(axes)
     axes.margins(x=0.06)
     segments: list[tuple[Point, Point]] = []
-    series: dict[tuple[object, ...], list[TradeOff]] = {}
-    for point in points:
-        series.setdefault(series_of(point.quality), []).append(point)
-    for own in series.values():
+    for own in _by_series(points):
         own.sort(key=lambda point: point.smaller)
         look = mark_of(own[0].quality) | {"markersize": 5, "clip_on": False}
         marks = [(point.smaller, axis.place(point.value)) for point in own]
@@ -231,12 +233,9 @@ def _write_labels(
 ) -> None:
     """The name beside the loneliest point of each line, the budgets beside the others where there is room."""
     labels = []
-    series: dict[tuple[object, ...], list[TradeOff]] = {}
-    for point in points:
-        series.setdefault(series_of(point.quality), []).append(point)
     places = {id(point): (point.smaller, axis.place(point.value)) for point in points}
     seen = {key: axes.transData.transform(place) for key, place in places.items()}
-    for own in series.values():
+    for own in _by_series(points):
         named = min(own, key=lambda point: sum(1 / (4 + math.dist(seen[id(point)], other)) for other in seen.values()))
         for point in own:
             # A hollow mark says that a method sees the future.

@@ -239,7 +239,8 @@ def _write_labels(
         named = min(own, key=lambda point: sum(1 / (4 + math.dist(seen[id(point)], other)) for other in seen.values()))
         for point in own:
             # A hollow mark says that a method sees the future.
-            text = layout.shortened(point.label.removesuffix(f" ({SEES_FUTURE})")) if point is named else _budget(point)
+            text = (point.label if point is named else _budget(point)).removesuffix(f" ({SEES_FUTURE})")
+            text = layout.shortened(text) if point is named else text
             text += f" ({metric.form(point.value)})" if axis.below(point.value) else ""
             labels.append(Label(places[id(point)], text, colour_of(point.quality), minor=point is not named))
     label_points(figure, axes, labels, segments)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ from kvbench.cache.store import Buffer, DenseStore
 from kvbench.measures.context import RunContext
 from kvbench.measures.memory import Memory
 from kvbench.measures.memory import cache_bytes as measured
-from kvbench.measures.memory.cache_bytes import measure_bytes, peak
+from kvbench.measures.memory import peak as peaks
+from kvbench.measures.memory.cache_bytes import measure_bytes
+from kvbench.measures.memory.peak import peak
 from kvbench.models.checkpoint import ModelSpec
 from kvbench.models.load import load_model
 from kvbench.results.row import Row
@@ -160,7 +162,6 @@ def test_heads_are_not_repeated() -> None:
 def allocated(mebibytes: int) -> int:
     """Bytes of a tensor that was there for a moment."""
     block = torch.ones(mebibytes * MIB // 4)
-    time.sleep(0.05)  # several samples long
     return block.numel() * 4
 
 
@@ -179,9 +180,24 @@ def test_where_the_mark_cannot_be_reset_the_resident_size_is_sampled(monkeypatch
             raise PermissionError(13, "Permission denied")
         return write_text(path, *args, **kwargs)
 
+    samples = Semaphore(0)
+    resident_bytes = peaks._resident_bytes
+
+    def counted() -> int:
+        found = resident_bytes()
+        samples.release()
+        return found
+
     monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(peaks, "_resident_bytes", counted)
     with peak(torch.device("cpu")) as found:
-        expected = allocated(96)
+        block = torch.ones(96 * MIB // 4)
+        while samples.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first of them may have begun before the block was full
+            assert samples.acquire(timeout=60)
+        expected = block.numel() * 4
+        del block
     assert "sampled" in found.source
     assert found.bytes == pytest.approx(expected, abs=16 * MIB)
 

@@ -1,15 +1,11 @@
 """Per-token quantisation whose slots can be overwritten one by one, for rules that evict."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvbench.cache.groups import Groups, check_groups, planned_groups
-from kvbench.cache.hadamard import hadamard
-from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
+from kvbench.cache.row_slots import HADAMARD, NO_TURN, RowSlots
+from kvbench.cache.store import SlotShape, Store
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Part
 
 WIDTHS = (8, 4, 3, 2)
 
@@ -44,59 +40,12 @@ class PerToken(Store):
         check_groups("this store", self.group_size, head_dim=key_dim)
         check_groups("this store", self.group_size, head_dim=value_dim)
 
-    def allocate(self, shape: SlotShape) -> "PerTokenSlots":
-        return PerTokenSlots(self, shape)
+    def allocate(self, shape: SlotShape) -> RowSlots:
+        turn = HADAMARD if self.rotate else NO_TURN
+        keys = Groups("channel", self.k_bits, self.group_size, shape.slots, shape.key_dim, shape)
+        values = Groups("channel", self.v_bits, self.group_size, shape.slots, shape.value_dim, shape)
+        return RowSlots(keys, values, turn, turn)
 
     def planned_bytes(self, shape: SlotShape) -> int:
         keys = planned_groups(self.k_bits, self.group_size, shape.slots, shape.key_dim, shape)
         return keys + planned_groups(self.v_bits, self.group_size, shape.slots, shape.value_dim, shape)
-
-
-class PerTokenSlots(Slots):
-    """Codes of every slot's key and value."""
-
-    def __init__(self, store: PerToken, shape: SlotShape) -> None:
-        self.turn = hadamard if store.rotate else unturned
-        self.keys = Groups("channel", store.k_bits, store.group_size, shape.slots, shape.key_dim, shape)
-        self.values = Groups("channel", store.v_bits, store.group_size, shape.slots, shape.value_dim, shape)
-
-    def append(self, key: Tensor, value: Tensor) -> None:
-        self.keys.append(self.turn(key))
-        self.values.append(self.turn(value))
-        self.length += key.shape[2]
-
-    def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        self.keys.overwrite(slot, self.turn(key))
-        self.values.overwrite(slot, self.turn(value))
-
-    def transform_query(self, query: Tensor) -> Tensor:
-        return self.turn(query)
-
-    def restore_output(self, output: Tensor) -> Tensor:
-        return self.turn(output)  # the matrix is symmetric, its own inverse
-
-    @property
-    def has_quantised(self) -> bool:
-        return self.length > 0
-
-    def key_parts(self) -> Sequence[Part]:
-        return self.keys.parts()
-
-    def value_parts(self) -> Sequence[Part]:
-        return self.values.parts()
-
-    def captured(self) -> CapturedSlots:
-        return CapturedSlots(self, [self.keys.whole()], [self.values.whole()])
-
-    def count(self) -> None:
-        self.length += 1
-        self.keys.length = self.values.length = self.length
-
-    def buffers(self, kept: int) -> Iterator[Buffer]:
-        yield from self.keys.buffers(kept)
-        yield from self.values.buffers(kept)
-
-
-def unturned(x: Tensor) -> Tensor:
-    """x, where nothing is rotated."""
-    return x

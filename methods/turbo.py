@@ -1,6 +1,5 @@
 """TurboQuant: a random rotation, one norm per vector, and a codebook for normally distributed numbers."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,8 +9,8 @@ from torch import Tensor
 from kvbench.cache.codebook import CodedRows, codebook_bytes, packed_together
 from kvbench.cache.groups import check_groups
 from kvbench.cache.hadamard import hadamard
-from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
-from kvbench.kernels.parts import Part
+from kvbench.cache.row_slots import RowSlots, Turn
+from kvbench.cache.store import SlotShape, Store
 
 WIDTHS = (4, 3)
 
@@ -37,54 +36,14 @@ class Turbo(Store):
         for width in (key_dim, value_dim):
             check_groups("turbo", packed_together(width), head_dim=width)
 
-    def allocate(self, shape: SlotShape) -> "TurboSlots":
-        return TurboSlots(self, shape)
+    def allocate(self, shape: SlotShape) -> RowSlots:
+        keys, values = CodedRows(self.k_bits, shape.key_dim, shape), CodedRows(self.v_bits, shape.value_dim, shape)
+        return RowSlots(keys, values, TURN, TURN)
 
     def planned_bytes(self, shape: SlotShape) -> int:
         bits = self.k_bits * shape.key_dim + self.v_bits * shape.value_dim
         rows = shape.batch * shape.kv_heads * shape.slots * (bits // 8 + 2 * 2)
         return rows + codebook_bytes(self.k_bits) + codebook_bytes(self.v_bits)
-
-
-class TurboSlots(Slots):
-    """Codes and norms of every slot's key and value."""
-
-    def __init__(self, store: Turbo, shape: SlotShape) -> None:
-        self.keys = CodedRows(store.k_bits, shape.key_dim, shape)
-        self.values = CodedRows(store.v_bits, shape.value_dim, shape)
-
-    def append(self, key: Tensor, value: Tensor) -> None:
-        self.keys.write(self.length, turn(key))
-        self.values.write(self.length, turn(value))
-        self.length += key.shape[2]
-
-    def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        self.keys.overwrite(slot, turn(key))
-        self.values.overwrite(slot, turn(value))
-
-    def transform_query(self, query: Tensor) -> Tensor:
-        return turn(query)
-
-    def restore_output(self, output: Tensor) -> Tensor:
-        return turn_back(output)
-
-    @property
-    def has_quantised(self) -> bool:
-        return self.length > 0
-
-    def key_parts(self) -> Sequence[Part]:
-        return [self.keys.part(self.length)]
-
-    def value_parts(self) -> Sequence[Part]:
-        return [self.values.part(self.length)]
-
-    def captured(self) -> CapturedSlots:
-        slots = self.keys.codes.shape[2]
-        return CapturedSlots(self, [self.keys.part(slots)], [self.values.part(slots)])
-
-    def buffers(self, kept: int) -> Iterator[Buffer]:
-        yield from self.keys.buffers(kept)
-        yield from self.values.buffers(kept)
 
 
 def turn(x: Tensor) -> Tensor:
@@ -95,6 +54,9 @@ def turn(x: Tensor) -> Tensor:
 def turn_back(x: Tensor) -> Tensor:
     """The inverse of `turn`."""
     return hadamard(x) * signs(x.shape[-1], x.dtype, x.device)
+
+
+TURN = Turn(turn, turn_back)
 
 
 @lru_cache(maxsize=16)

@@ -15,10 +15,13 @@ from kvbench.kernels.quantise import pack
 
 
 class CodedRows:
-    """Rows of D numbers as codes of a normal codebook and a float16 norm each; the shapes are `Coded`'s."""
+    """Rows of D numbers as codes of a normal codebook and a float16 norm each; the shapes are `Coded`'s.
+
+    length: rows held.
+    """
 
     def __init__(self, bits: int, width: int, shape: SlotShape) -> None:
-        self.bits, self.group_size = bits, packed_together(width)
+        self.bits, self.group_size, self.length = bits, packed_together(width), 0
         lead = (shape.batch, shape.kv_heads, shape.slots)
         lane = self.group_size * bits // 8
         self.codes = torch.empty(*lead, width // self.group_size, lane, dtype=torch.uint8, device=shape.device)
@@ -34,11 +37,12 @@ class CodedRows:
         packed = pack(codes.to(torch.uint8).unflatten(-1, (-1, self.group_size)), self.bits)
         return packed, size.squeeze(-1).to(torch.float16)
 
-    def write(self, start: int, rows: Tensor) -> None:
-        """Encode rows [B, Hkv, n, D] into the slots from `start` on."""
+    def append(self, rows: Tensor) -> None:
+        """Encode rows [B, Hkv, n, D] behind those held."""
         codes, norm = self.encode(rows)
-        self.codes[:, :, start : start + rows.shape[2]] = codes
-        self.norm[:, :, start : start + rows.shape[2]] = norm
+        stop = self.length + rows.shape[2]
+        self.codes[:, :, self.length : stop], self.norm[:, :, self.length : stop] = codes, norm
+        self.length = stop
 
     def overwrite(self, slot: Tensor, rows: Tensor) -> None:
         """Encode rows [B, Hkv, q, D] into the slots [B, Hkv, q]."""
@@ -46,9 +50,13 @@ class CodedRows:
         scatter_rows(self.codes, slot, codes)
         scatter_rows(self.norm, slot, norm)
 
-    def part(self, n: int) -> Coded:
-        """The first n rows."""
-        return Coded(self.codes[:, :, :n], self.norm[:, :, :n], self.levels, self.bits, self.group_size)
+    def whole(self) -> Coded:
+        """All rows, held or not."""
+        return Coded(self.codes, self.norm, self.levels, self.bits, self.group_size)
+
+    def parts(self) -> list[Coded]:
+        """The rows held, as one part."""
+        return [self.whole().first(self.length)]
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         """Codes and norms, with the share in use when `kept` rows count, and the codebook, always in use."""

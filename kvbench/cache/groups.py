@@ -1,6 +1,6 @@
 """Preallocated quantised rows: the memory of stores that quantise in groups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kvbench.errors import UserError
 from kvbench.kernels import choose
 from kvbench.kernels.cpu import CpuKernel
 from kvbench.kernels.parts import Axis, Packed
-from kvbench.kernels.quantise import BITS, pack, quantise
+from kvbench.kernels.quantise import BITS, KIVI, Encoding, pack
 
 SMALLEST_GROUP = 8
 """In smaller groups the float16 pair takes as many bytes as the codes save."""
@@ -21,30 +21,37 @@ class Groups:
     """Rows of one layer's keys or values as codes with a float16 pair a group; the shapes are `Packed`'s.
 
     axis "token": rows come in multiples of group_size. axis "channel": row by row, and rows can be replaced.
-    length: rows held.
+    encoding: the rule of rounding. length: rows held.
     """
 
-    def __init__(self, axis: Axis, bits: int, group_size: int, rows: int, width: int, shape: SlotShape) -> None:
+    def __init__(
+        self, axis: Axis, bits: int, group_size: int, rows: int, width: int, shape: SlotShape, encoding: Encoding = KIVI
+    ) -> None:
         self.axis: Axis = axis
-        self.bits, self.group_size, self.length = bits, group_size, 0
+        self.bits, self.group_size, self.encoding, self.length = bits, group_size, encoding, 0
         grid = (rows // group_size, width) if axis == "token" else (rows, width // group_size)
         lead, device = (shape.batch, shape.kv_heads), shape.device
         self.codes = torch.empty(*lead, *grid, group_size * bits // 8, dtype=torch.uint8, device=device)
         self.scale = torch.empty(*lead, *grid, dtype=torch.float16, device=device)
-        self.minimum = torch.empty(*lead, *grid, dtype=torch.float16, device=device)
+        self.minimum = None if encoding.is_centred else torch.empty_like(self.scale)
 
-    def _encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and pair of rows [B, Hkv, n, D], laid out as the buffers are."""
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Codes, scales, and minima where groups have them."""
+        return [tensor for tensor in (self.codes, self.scale, self.minimum) if tensor is not None]
+
+    def _encode(self, rows: Tensor) -> Sequence[Tensor]:
+        """Codes and pair of rows [B, Hkv, n, D], laid out as `tensors` are."""
         if self.axis == "token":
             groups = rows.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
         else:
             groups = rows.unflatten(-1, (rows.shape[-1] // self.group_size, self.group_size))
-        if groups.device.type == "cpu" and groups.dtype == torch.float32:
+        if self.encoding is KIVI and groups.device.type == "cpu" and groups.dtype == torch.float32:
             kernel = choose(groups.device)
             if isinstance(kernel, CpuKernel):
                 return kernel.encode(groups, self.bits)
-        codes, scale, minimum = quantise(groups, self.bits)
-        return pack(codes, self.bits), scale, minimum
+        codes, scale, minimum = self.encoding.quantise(groups, self.bits)
+        return [pack(codes, self.bits), scale, *([] if minimum is None else [minimum])]
 
     def append(self, rows: Tensor) -> None:
         """Quantise rows [B, Hkv, n, D] behind those held."""
@@ -52,19 +59,19 @@ class Groups:
             return
         unit = self.group_size if self.axis == "token" else 1
         target = slice(self.length // unit, (self.length + rows.shape[2]) // unit)
-        for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
+        for buffer, new in zip(self.tensors, self._encode(rows), strict=True):
             buffer[:, :, target] = new
         self.length += rows.shape[2]
 
     def overwrite(self, slot: Tensor, rows: Tensor) -> None:
         """Quantise rows [B, Hkv, q, D] into the slots [B, Hkv, q]; axis "channel" only."""
-        for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
+        for buffer, new in zip(self.tensors, self._encode(rows), strict=True):
             scatter_rows(buffer, slot, new)
 
     def put(self, index: Tensor, rows: Tensor) -> None:
         """Quantise rows [B, Hkv, n, D] into the rows `index`, int64 [n], or with axis "token" into the groups
         `index`, [n / G]; all on the device, and `length` stays."""
-        for buffer, new in zip((self.codes, self.scale, self.minimum), self._encode(rows), strict=True):
+        for buffer, new in zip(self.tensors, self._encode(rows), strict=True):
             buffer.index_copy_(2, index, new)
 
     def whole(self) -> Packed:
@@ -76,30 +83,22 @@ class Groups:
         if self.length == 0:
             return []
         n = self.length // self.group_size if self.axis == "token" else self.length
-        return [
-            Packed(
-                self.codes[:, :, :n],
-                self.scale[:, :, :n],
-                self.minimum[:, :, :n],
-                self.bits,
-                self.group_size,
-                self.axis,
-            )
-        ]
+        return [self.whole().each(lambda tensor: tensor[:, :, :n])]
 
     def buffers(self, kept: int | None = None) -> Iterator[Buffer]:
-        """The three tensors, with the share in use when `kept` rows hold tokens (None: all rows held)."""
+        """The tensors, with the share in use when `kept` rows hold tokens (None: all rows held)."""
         capacity = self.codes.shape[2] * (self.group_size if self.axis == "token" else 1)
         used = (self.length if kept is None else kept) / capacity if capacity else 1.0
-        yield Buffer("codes", self.codes, used)
-        yield Buffer("scales", self.scale, used)
-        yield Buffer("scales", self.minimum, used)
+        for tensor in self.tensors:
+            yield Buffer("codes" if tensor is self.codes else "scales", tensor, used)
 
 
-def planned_groups(bits: int, group_size: int, rows: int, width: int, shape: SlotShape) -> int:
+def planned_groups(
+    bits: int, group_size: int, rows: int, width: int, shape: SlotShape, encoding: Encoding = KIVI
+) -> int:
     """Bytes of `Groups` with that many rows of `width` numbers, by formula: codes, and a float16 pair a group."""
     groups = shape.batch * shape.kv_heads * rows * width // group_size
-    return groups * (group_size * bits // 8 + 4)
+    return groups * (group_size * bits // 8 + encoding.pair_bytes)
 
 
 def check_groups(

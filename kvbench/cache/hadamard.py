@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 
-def hadamard(x: Tensor) -> Tensor:
+def hadamard(x: Tensor, most: int | None = None) -> Tensor:
     """x [..., D] times a symmetric orthogonal matrix: Sylvester's, over sqrt(its size).
 
-    Blockwise by the largest power of two that divides D (80: blocks of 16, 96: 32). In float32, or float64 for float64
-    input; the result has the input's dtype.
+    Blockwise by the largest power of two, at most `most`, that divides D (80: blocks of 16, 96: 32). In float32, or
+    float64 for float64 input; the result has the input's dtype.
     """
     size = x.shape[-1] & -x.shape[-1]
+    size = size if most is None else min(size, most)
     if size == 0:  # a head without channels
         return x
     exact = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -11,12 +11,14 @@ namespace {
 struct Part {  // strides in bytes
   int64_t format, token_axis, group, slots;
   int64_t data, batch_stride, head_stride, row_stride;  // a row is a slot, or with token_axis a block of `group` slots
-  int64_t scale, minimum, pair_batch_stride, pair_head_stride;  // float16, without gaps within a head
+  // float16, without gaps within a head. Where minimum is 0, codes are centred: see `centre`.
+  int64_t scale, minimum, pair_batch_stride, pair_head_stride;
   // int32, strides in entries: which `block` rows hold slots i * block and following; block is 0 where none is needed.
   int64_t table, table_batch_stride, table_head_stride, block;
 
   bool has_levels() const { return format >= LEVELS; }  // `scale` is then one a row, `minimum` the codebook's floats
   int bits() const { return code_bits(format); }
+  float centre() const { return float(1 << (bits() - 1)); }  // the code of 0, where a group has no minimum of its own
   int lane_bytes() const { return int(group * bits() / 8); }  // of a group's codes
   int paired(int columns) const { return has_levels() ? columns : int(group); }  // columns that share a scale
 };

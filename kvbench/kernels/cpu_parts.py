@@ -115,11 +115,14 @@ def pack_dense(part: Dense, lead: tuple[int, int], columns: int) -> tuple[int, .
 
 
 def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, ...] | None:
-    """`struct Part` of codes: rows or blocks without gaps inside a head."""
-    codes, scale, minimum, size = part.codes, part.scale, part.minimum, part.group_size
+    """`struct Part` of codes: rows or blocks without gaps inside a head. Centred codes have no address of minima."""
+    codes, scale, size = part.codes, part.scale, part.group_size
+    minimum = scale if part.minimum is None else part.minimum
     by_token = part.axis == "token"
     n, groups, lane = codes.shape[2], columns if by_token else columns // size, size * part.bits // 8
     if part.bits not in WIDTHS or size < SMALLEST_GROUP or size % 8 or (not by_token and columns % size):
+        return None
+    if by_token and part.minimum is None:
         return None
     if codes.shape != (*lead, n, groups, lane) or not scale.shape == minimum.shape == (*lead, n, groups):
         return None
@@ -136,7 +139,7 @@ def pack_codes(part: Packed, lead: tuple[int, int], columns: int) -> tuple[int, 
         codes.data_ptr(),
         *code_stride[:3],
         scale.data_ptr(),
-        minimum.data_ptr(),
+        0 if part.minimum is None else minimum.data_ptr(),
         2 * pair_stride[0],
         2 * pair_stride[1],
     )

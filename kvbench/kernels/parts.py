@@ -4,8 +4,8 @@ KIVI's keys are one packed part and one dense part; its values are split at anot
 for the scores and the value parts for the output, so no store is ever unpacked as a whole.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -53,13 +53,15 @@ class Dense:
 class Packed:
     """Groups of `group_size` codes with a float16 scale and minimum each.
 
+    minimum: None where codes are centred: the minimum is then -2^(bits - 1) times the scale, and nothing is held.
+
     axis "token":   codes [B, Hkv, n / G, D, G * bits / 8], pairs [B, Hkv, n / G, D]
     axis "channel": codes [B, Hkv, n, D / G, G * bits / 8], pairs [B, Hkv, n, D / G]
     """
 
     codes: Tensor
     scale: Tensor
-    minimum: Tensor
+    minimum: Tensor | None
     bits: int
     group_size: int
     axis: Axis
@@ -75,32 +77,29 @@ class Packed:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The dequantised rows: [B, Hkv, n, D]."""
-        values = dequantise(unpack(self.codes, self.bits), self.scale, self.minimum, dtype)
+        values = dequantise(unpack(self.codes, self.bits), self.scale, self._minima(), dtype)
         return values.transpose(-1, -2).flatten(2, 3) if self.axis == "token" else values.flatten(3, 4)
+
+    def _minima(self) -> Tensor:
+        return self.scale.to(torch.float32) * -(2 ** (self.bits - 1)) if self.minimum is None else self.minimum
 
     def first(self, n: int) -> "Dense | Packed":
         """The part's first n rows."""
         if self.axis == "token":
-            blocks = -(-n // self.group_size)
-            head = Packed(
-                self.codes[:, :, :blocks],
-                self.scale[:, :, :blocks],
-                self.minimum[:, :, :blocks],
-                self.bits,
-                self.group_size,
-                self.axis,
-            )
+            head = self.each(lambda tensor: tensor[:, :, : -(-n // self.group_size)])
             return Dense(head.read(torch.float32)[..., :n, :])
-        return Packed(
-            self.codes[:, :, :n], self.scale[:, :, :n], self.minimum[:, :, :n], self.bits, self.group_size, self.axis
-        )
+        return self.each(lambda tensor: tensor[:, :, :n])
 
     def at(self, index: Tensor) -> "Packed":
         """The rows index [B, Hkv, n], copied; axis "channel" only."""
         if self.axis == "token":
             raise TypeError("groups of tokens cannot be read row by row")
-        codes, scale, minimum = (take(tensor, index) for tensor in (self.codes, self.scale, self.minimum))
-        return Packed(codes, scale, minimum, self.bits, self.group_size, self.axis)
+        return self.each(lambda tensor: take(tensor, index))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Packed":
+        """The part with each of its tensors changed."""
+        minimum = None if self.minimum is None else change(self.minimum)
+        return replace(self, codes=change(self.codes), scale=change(self.scale), minimum=minimum)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ A group is the last dimension of the input. The rule is KIVI's (Liu et al., 2024
 `scale = (max - min) / (2^bits - 1)`, `code = round((x - min) / scale)`, and back `code * scale + min`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,26 @@ def quantise(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     steps = (x - minimum.to(torch.float32).unsqueeze(-1)) / stored_scale
     codes = torch.where(stored_scale > 0, steps, torch.zeros_like(steps)).clamp(0, levels).round()
     return codes.to(torch.uint8), scale, minimum
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A rule by which groups become codes.
+
+    quantise: groups [..., G] and the bits of a code -> codes uint8 [..., G], scale and minimum float16 [...].
+    is_centred: the minimum is None: it is -2^(bits - 1) times the scale and takes no bytes.
+    """
+
+    quantise: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
+    is_centred: bool = False
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a group beside its codes."""
+        return 2 if self.is_centred else 4
+
+
+KIVI = Encoding(quantise)
 
 
 def dequantise(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

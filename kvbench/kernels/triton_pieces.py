@@ -58,7 +58,7 @@ class Side:
         if isinstance(self.packed, Coded):
             return codes, self.packed.norm, None, self.packed.levels
         scale, minimum = self.packed.scale, self.packed.minimum
-        if self.by_token:
+        if self.by_token and minimum is not None:
             return codes, scale.view(torch.int32), minimum.view(torch.int32), None
         return codes, scale, minimum, None
 
@@ -121,6 +121,8 @@ def refused(part: Part) -> str | None:
         return f"groups of {size} codes of {bits} bits"
     if isinstance(part, Coded):
         return _refused_codebook(part)
+    if part.minimum is None:
+        return "groups without a minimum"
     if part.axis == "token" and head_dim(part) % 2:
         return "an odd number of channels"
     inner = part.codes.shape[2:]

@@ -42,8 +42,9 @@ void unpack_rows(const Part& part, int64_t b, int64_t h, int64_t first, int n, i
         *to++ = floats_at(part.minimum)[code] * read_half(address(part.scale, pairs + 2 * t));
         continue;
       }
-      const uint8_t *scale = address(part.scale, pairs + 2 * at), *minimum = address(part.minimum, pairs + 2 * at);
-      *to++ = float(code) * read_half(scale) + read_half(minimum);
+      const float scale = read_half(address(part.scale, pairs + 2 * at));
+      const float low = part.minimum ? read_half(address(part.minimum, pairs + 2 * at)) : -part.centre() * scale;
+      *to++ = float(code) * scale + low;
     }
 }
 

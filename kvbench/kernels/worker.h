@@ -89,6 +89,7 @@ struct Worker {
         const int n_pairs = tile.count * tile.groups, pairs_ahead = 4 * most * tile.groups;
         read_halves(address(part.scale, first), n_pairs, pairs->scale, pairs_ahead);
         if (part.has_levels()) memcpy(pairs->levels, floats_at(part.minimum), 4 << part.bits());
+        else if (!part.minimum) for (int i = 0; i < n_pairs; i++) pairs->minimum[i] = -part.centre() * pairs->scale[i];
         else read_halves(address(part.minimum, first), n_pairs, pairs->minimum, pairs_ahead);
       }
       body(part.format, plan.packed[index], tile, at);
@@ -149,9 +150,10 @@ struct Worker {
       each_tile(part, index, from, n, value_dim, [&](int64_t format, const Grid& grid, const Tile& tile, int offset) {
         each_piece([&](int m, int queries) {
           specialised(format, grid.lanes, queries, [&](auto F, auto L, auto M) {
-            if constexpr (by_digits<F, L>())
-              return add_by_digits<F, M>(grid, tile, *pairs, &scores[m * STRIDE + at + offset], &fresh[m * STRIDE]);
-            add_rows<F, L, M>(grid, tile, *pairs, &scores[m * STRIDE + at + offset], &fresh[m * STRIDE]);
+            const float* weight = &scores[m * STRIDE + at + offset];
+            if constexpr (by_digits<F, L>())  // which takes no scales below 0, as those of centred codes may be
+              if (part.minimum) return add_by_digits<F, M>(grid, tile, *pairs, weight, &fresh[m * STRIDE]);
+            add_rows<F, L, M>(grid, tile, *pairs, weight, &fresh[m * STRIDE]);
           });
         });
       });

@@ -28,6 +28,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.parts import Coded, Dense
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
+from kvbench.methods.ggml import Ggml
 from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.kivi import Kivi
@@ -72,6 +73,7 @@ METHODS = {
     "h2o filling": Method("m", H2O(budget=80), DenseStore()),
     "h2o never full": Method("m", H2O(budget=400), DenseStore()),
     "h2o+int4": Method("m", H2O(budget=40, recent=7, combine="max"), PerToken(4, 4)),
+    "h2o+ggml": Method("m", H2O(budget=40), Ggml("q4_0", "q8_0")),
     "h2o+turbo3": Method("m", H2O(budget=40), Turbo(3, 3)),
     "random+fp8": Method("m", Random(budget=40), Fp8()),
     "streaming": Method("m", StreamingLLM(budget=40), DenseStore()),
@@ -116,7 +118,8 @@ def held(layer: Layer) -> Iterator[Tensor]:
         if isinstance(part, Dense):
             yield part.rows.to(torch.float32) if part.rows.dtype.itemsize == 1 else part.rows
         else:
-            yield from (part.codes, *((part.norm,) if isinstance(part, Coded) else (part.scale, part.minimum)))
+            pairs = (part.norm,) if isinstance(part, Coded) else (part.scale, part.minimum)
+            yield from (part.codes, *(pair for pair in pairs if pair is not None))
     if layer.rule.budget is not None:
         yield layer.positions()
     if isinstance(layer, RaggedLayer):

@@ -14,6 +14,7 @@ from kvbench.kernels import REFERENCE
 from kvbench.kernels.options import AttendOptions
 from kvbench.kernels.prefill import Scoring
 from kvbench.methods.fp8 import Fp8
+from kvbench.methods.ggml import Ggml
 from kvbench.methods.h2o import H2O
 from kvbench.methods.per_token import PerToken
 from kvbench.methods.random import Random
@@ -33,6 +34,7 @@ RULES: dict[str, KeepRule] = {
 STORES: dict[str, Store] = {
     "int4": PerToken(4, 4),
     "rot4": PerToken(4, 4, rotate=True),
+    "q4_0": Ggml("q4_0", "q4_0"),
     "turbo4": Turbo(4, 4),
     "fp8": Fp8(),
 }

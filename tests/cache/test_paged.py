@@ -84,6 +84,7 @@ def test_blocks_against_a_dictionary(actions: list[tuple[str, int]]) -> None:
         "method=full inner=bf16",
         "method=h2o budget=20 inner=int4",
         "method=full inner=rot3",
+        "method=h2o budget=20 inner=q4_0",
         "method=knorm budget=20 inner=turbo4",
     ],
 )

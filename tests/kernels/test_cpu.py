@@ -88,8 +88,8 @@ def coded(rows: Tensor, bits: int, spare: int = 2) -> Coded:
     lead, n, width = rows.shape[:2], rows.shape[2], rows.shape[3]
     held = CodedRows(bits, width, SlotShape(*lead, width, width, n + spare, 1, torch.float32, CPU))
     held.codes.fill_(255), held.norm.fill_(torch.nan)
-    held.write(0, rows)
-    return held.part(n)
+    held.append(rows)
+    return held.whole().first(n)
 
 
 def packed(rows: Tensor, axis: Axis, bits: int, group: int, spare: int = 2) -> Packed:

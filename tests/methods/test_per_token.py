@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from kvbench.cache.bytes import held_bytes
+from kvbench.cache.row_slots import RowSlots
 from kvbench.cache.store import SlotShape
 from kvbench.errors import UserError
 from kvbench.kernels.parts import read_all
-from kvbench.methods.per_token import PerToken, PerTokenSlots
+from kvbench.methods.per_token import PerToken
 from tests.shared.reference import along_channels
 
 
-def slots_of(store: PerToken, slots: int = 20) -> PerTokenSlots:
+def slots_of(store: PerToken, slots: int = 20) -> RowSlots:
     """Two rows, two heads, keys of 16 and values of 32 channels."""
     return store.allocate(SlotShape(2, 2, 16, 32, slots, 1, torch.float32, torch.device("cpu")))
 

@@ -68,19 +68,19 @@ def coded_rows(rows: Tensor, bits: int, capacity: int) -> CodedRows:
     (batch, heads), width = rows.shape[:2], rows.shape[3]
     held = CodedRows(bits, width, SlotShape(batch, heads, width, width, capacity, 1, rows.dtype, rows.device))
     held.codes.fill_(255), held.norm.fill_(torch.nan)
-    held.write(0, rows)
+    held.append(rows)
     return held
 
 
 def coded(key: Tensor, value: Tensor, bits: tuple[int, int] = (4, 4)) -> Parts:
     key_rows, value_rows = (coded_rows(rows, b, rows.shape[2] + 5) for rows, b in zip((key, value), bits, strict=True))
-    return [key_rows.part(key.shape[2])], [value_rows.part(value.shape[2])]
+    return key_rows.parts(), value_rows.parts()
 
 
 def whole_coded(key: Tensor, value: Tensor, bits: int, capacity: int) -> tuple[Parts, Tensor]:
     """A codebook's rows as whole buffers, and the three lengths."""
     n = key.shape[2]
-    parts: Parts = [coded_rows(key, bits, capacity).part(capacity)], [coded_rows(value, bits, capacity).part(capacity)]
+    parts: Parts = [coded_rows(key, bits, capacity).whole()], [coded_rows(value, bits, capacity).whole()]
     return parts, torch.tensor([n, n, n], dtype=torch.int32, device=key.device)
 
 

@@ -13,14 +13,18 @@ from kvbench.cache.slots import Buffer, SlotShape, scatter_rows
 from kvbench.kernels.parts import Coded
 from kvbench.kernels.quantise import pack
 
+HALF = torch.finfo(torch.float16).max
+
 
 class CodedRows:
     """Rows of D numbers as codes of a normal codebook and a float16 norm each; the shapes are `Coded`'s.
 
-    length: rows held.
+    keeps_norm: choose the held number so that a row that is read has the exact norm of the row that was written, and
+    not the least squared error. length: rows held.
     """
 
-    def __init__(self, bits: int, width: int, shape: SlotShape) -> None:
+    def __init__(self, bits: int, width: int, shape: SlotShape, keeps_norm: bool = False) -> None:
+        self.keeps_norm = keeps_norm
         self.bits, self.group_size, self.length = bits, packed_together(width), 0
         lead = (shape.batch, shape.kv_heads, shape.slots)
         lane = self.group_size * bits // 8
@@ -32,8 +36,10 @@ class CodedRows:
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and norms of rows [B, Hkv, n, D]."""
         exact = rows.to(torch.float32)
-        size = exact.square().mean(-1, keepdim=True).sqrt().clamp(max=torch.finfo(torch.float16).max)
+        size = exact.square().mean(-1, keepdim=True).sqrt().clamp(max=HALF)
         codes = torch.bucketize(exact / size.clamp(min=torch.finfo(torch.float32).tiny), self.borders, out_int32=True)
+        if self.keeps_norm:
+            size = (size / self.levels[codes].square().mean(-1, keepdim=True).sqrt()).clamp(max=HALF)
         packed = pack(codes.to(torch.uint8).unflatten(-1, (-1, self.group_size)), self.bits)
         return packed, size.squeeze(-1).to(torch.float16)
 

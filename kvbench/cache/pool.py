@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.slots import Buffer, Slots, SlotShape
 from kvbench.cache.store import Store
-from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, take
+from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Sum, take
 
 BLOCK_SIZE = 16
 """Slots in a block."""
@@ -80,8 +80,8 @@ def pool_shape(shape: SlotShape, heads: int, blocks: int, block_size: int = BLOC
     return replace(shape, batch=1, kv_heads=heads, slots=blocks * block_size)
 
 
-def _rows_of_all(parts: Sequence[Part]) -> Dense | Packed | Coded:
-    if len(parts) != 1 or not isinstance(parts[0], Dense | Packed | Coded):
+def _rows_of_all(parts: Sequence[Part]) -> Dense | Packed | Coded | Sum:
+    if len(parts) != 1 or not isinstance(parts[0], Dense | Packed | Coded | Sum):
         raise TypeError(f"{parts} cannot be blocks of a pool")
     return parts[0]
 

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from kvbench.cache.codebook import CodedRows
+from kvbench.cache.groups import Groups
 from kvbench.cache.hadamard import hadamard
-from kvbench.cache.slots import Buffer, CapturedSlots, Slots
-from kvbench.kernels.parts import Part
+from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape, scatter_rows
+from kvbench.kernels.parts import Coded, Dense, Packed, Part, Sum
 
 
 class Rows(Protocol):
@@ -30,6 +33,78 @@ class Rows(Protocol):
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         """Every tensor, with the share in use when `kept` rows hold tokens."""
+
+
+class FloatRows:
+    """Rows [B, Hkv, S, D] of one float dtype. length: rows held. Numbers beyond its range become its largest."""
+
+    def __init__(self, dtype: torch.dtype, width: int, shape: SlotShape) -> None:
+        self.rows = torch.empty(shape.batch, shape.kv_heads, shape.slots, width, dtype=dtype, device=shape.device)
+        self.length, self.largest = 0, torch.finfo(dtype).max
+
+    def narrow(self, rows: Tensor) -> Tensor:
+        """The rows as they are held."""
+        return rows.clamp(-self.largest, self.largest).to(self.rows.dtype)
+
+    def append(self, rows: Tensor) -> None:
+        self.rows[:, :, self.length : self.length + rows.shape[2]] = self.narrow(rows)
+        self.length += rows.shape[2]
+
+    def overwrite(self, slot: Tensor, rows: Tensor) -> None:
+        held, new = self.rows, self.narrow(rows)
+        if held.dtype.itemsize == 1:  # torch cannot scatter 8-bit floats
+            held, new = held.view(torch.uint8), new.view(torch.uint8)
+        scatter_rows(held, slot, new)
+
+    def parts(self) -> list[Dense]:
+        return [self.whole().first(self.length)]
+
+    def whole(self) -> Dense:
+        return Dense(self.rows)
+
+    def buffers(self, kept: int) -> Iterator[Buffer]:
+        yield Buffer("codes", self.rows, kept / self.rows.shape[2])
+
+
+class CentredRows:
+    """Rows held less their mean in the prompt, float32 [B, Hkv, 1, D], which is added when they are read."""
+
+    def __init__(self, rows: "FloatRows | CodedRows | Groups", width: int, shape: SlotShape) -> None:
+        self.rows = rows
+        self.mean = torch.zeros(shape.batch, shape.kv_heads, 1, width, dtype=torch.float32, device=shape.device)
+
+    @property
+    def length(self) -> int:
+        """Rows held."""
+        return self.rows.length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self.rows.length = value
+
+    def fit(self, rows: Tensor) -> None:
+        """Fix the mean by a prompt's rows [B, Hkv, n, D]."""
+        self.mean.copy_(rows.to(torch.float32).mean(2, keepdim=True))
+
+    def append(self, rows: Tensor) -> None:
+        self.rows.append(rows - self.mean)
+
+    def overwrite(self, slot: Tensor, rows: Tensor) -> None:
+        self.rows.overwrite(slot, rows - self.mean)
+
+    def parts(self) -> list[Sum]:
+        return [self.sum_of(part) for part in self.rows.parts()]
+
+    def whole(self) -> Sum:
+        return self.sum_of(self.rows.whole())
+
+    def sum_of(self, part: Dense | Packed | Coded) -> Sum:
+        """A part's rows and their mean."""
+        return Sum((part, Dense(self.mean.expand(-1, -1, part.length, -1))))
+
+    def buffers(self, kept: int) -> Iterator[Buffer]:
+        yield from self.rows.buffers(kept)
+        yield Buffer("scales", self.mean, 1.0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +134,14 @@ class RowSlots(Slots):
     def __init__(self, keys: Rows, values: Rows, key_turn: Turn = NO_TURN, value_turn: Turn = NO_TURN) -> None:
         self.keys, self.values = keys, values
         self.key_turn, self.value_turn = key_turn, value_turn
+
+    def fill(self, key: Tensor, value: Tensor) -> None:
+        self.fit(key, value)
+        self.append(key, value)
+
+    def fit(self, key: Tensor, value: Tensor) -> None:
+        if isinstance(self.keys, CentredRows):
+            self.keys.fit(self.key_turn.on(key))
 
     def append(self, key: Tensor, value: Tensor) -> None:
         self.keys.append(self.key_turn.on(key))

@@ -24,6 +24,7 @@ OTHER_KNOBS = (
     "k_type",
     "v_type",
     "rotate",
+    "center",
     "rank",
     "energy",
     "protect_first",

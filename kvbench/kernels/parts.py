@@ -165,6 +165,36 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """Rows that are the sum of several parts' rows, as codes and what is added to them. Only the reference reads it.
+
+    terms: parts of the same n rows; the first is the one that all slots are counted by.
+    """
+
+    terms: tuple[Dense | Packed | Coded, ...]
+
+    @property
+    def length(self) -> int:
+        return self.terms[0].length
+
+    @property
+    def kv_heads(self) -> int:
+        return self.terms[0].kv_heads
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The summed rows: [B, Hkv, n, D]."""
+        return torch.stack([term.read(dtype) for term in self.terms]).sum(0)
+
+    def first(self, n: int) -> "Sum":
+        """The part's first n rows."""
+        return Sum(tuple(term.first(n) for term in self.terms))
+
+    def at(self, index: Tensor) -> "Sum":
+        """The rows index [B, Hkv, n], copied."""
+        return Sum(tuple(term.at(index) for term in self.terms))
+
+
+@dataclass(frozen=True)
 class Paged:
     """Blocks of a pool: each batch row and KV head holds as many as it needs. It is the only part of its store.
 
@@ -174,7 +204,7 @@ class Paged:
     all have `length`. length: the largest of them, on the host.
     """
 
-    pool: Dense | Packed | Coded
+    pool: Dense | Packed | Coded | Sum
     table: Tensor
     lengths: Tensor | None
     length: int
@@ -218,7 +248,7 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     return rows.expand(*lead, *rows.shape[2:]).gather(2, wanted.expand(-1, -1, -1, *rows.shape[3:]))
 
 
-Part = Dense | Packed | Coded | Split | Paged
+Part = Dense | Packed | Coded | Split | Sum | Paged
 Parts = Sequence[Part]
 """Keys or values of one store, in slot order."""
 
@@ -227,15 +257,17 @@ def head_dim(part: Part) -> int:
     """Channels of a head: D or Dv."""
     if isinstance(part, Split):
         return head_dim(part.first_channels) + head_dim(part.last_channels)
-    if isinstance(part, Paged):
-        return head_dim(part.pool)
+    if isinstance(part, Paged | Sum):
+        return head_dim(part.pool if isinstance(part, Paged) else part.terms[0])
     if isinstance(part, Dense):
         return part.rows.shape[3]
     return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
 def is_packed(part: Part) -> bool:
-    """Whether a part's rows are codes, or their first channels are."""
+    """Whether a part's rows are codes, or their first channels are, or the first term of a sum is."""
+    if isinstance(part, Sum):
+        return is_packed(part.terms[0])
     return isinstance(part.first_channels if isinstance(part, Split) else part, Packed | Coded)
 
 

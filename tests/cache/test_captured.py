@@ -25,7 +25,7 @@ from kvbench.cache.rotary import key_rotations
 from kvbench.cache.stock import StockStore
 from kvbench.cache.store import CannotCapture, DenseStore, Slots
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Coded, Dense
+from kvbench.kernels.parts import Coded, Dense, Sum
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
 from kvbench.methods.ggml import Ggml
@@ -43,6 +43,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import Tova
 from kvbench.methods.turbo import Turbo
+from kvbench.methods.turbo_presets import TurboPreset
 from tests.shared.families import exact_llama, random_ids, tiny
 from tests.shared.tape import OneDevice, TapedGraph, TapeRecorder, on_meta
 
@@ -75,6 +76,8 @@ METHODS = {
     "h2o+int4": Method("m", H2O(budget=40, recent=7, combine="max"), PerToken(4, 4)),
     "h2o+ggml": Method("m", H2O(budget=40), Ggml("q4_0", "q8_0")),
     "h2o+turbo3": Method("m", H2O(budget=40), Turbo(3, 3)),
+    "h2o+turbo k8v4": Method("m", H2O(budget=40), TurboPreset(8, 4)),
+    "h2o+turbo k3v4, centred": Method("m", H2O(budget=40), TurboPreset(3, 4, center=True)),
     "random+fp8": Method("m", Random(budget=40), Fp8()),
     "streaming": Method("m", StreamingLLM(budget=40), DenseStore()),
     "streaming filling+rot3": Method("m", StreamingLLM(budget=80), PerToken(3, 3, rotate=True)),
@@ -114,7 +117,8 @@ def held(layer: Layer) -> Iterator[Tensor]:
     slots = getattr(getattr(slots, "pool", slots), "slots", slots)
     inner = getattr(slots, "codes", slots)  # what is kept of keys that every step makes anew
     rotated = getattr(slots, "rotated", None)  # those of latents lie apart
-    for part in (*inner.key_parts(), *inner.value_parts(), *(() if rotated is None else rotated.key_parts())):
+    held_parts = (*inner.key_parts(), *inner.value_parts(), *(() if rotated is None else rotated.key_parts()))
+    for part in (t for one in held_parts for t in (one.terms if isinstance(one, Sum) else (one,))):
         if isinstance(part, Dense):
             yield part.rows.to(torch.float32) if part.rows.dtype.itemsize == 1 else part.rows
         else:

@@ -60,7 +60,7 @@ class Bench:
     def ours(self, name: str, entry: str, context: int, batch: int = 1, **knobs: object) -> Contender:
         """One of our caches after a prompt of `context` tokens."""
         method = load_method(entry, **knobs)
-        record = prefill(self.model, self.prompt(context, batch), [method.rule])
+        record = prefill(self.model, self.prompt(context, batch), [method])
         cache = build_cache(self.model, method, record, max_new_tokens=(self.turns + 1) * TURN)
         return Contender(name, lambda ids: step(self.model, ids, cache))
 
@@ -190,12 +190,12 @@ def compared(bench: Bench, verdict: Callable[..., None], context: int, steps: in
             step(bench.model, ids, cache)
         return bench.clock() - started
 
-    decode(prefill(bench.model, prompt, [method.rule for method in methods]), methods[0])  # nothing is compiled later
+    decode(prefill(bench.model, prompt, methods), methods[0])  # nothing is compiled later
     started = bench.clock()
     prefill(bench.model, prompt)
     one_prefill = bench.clock() - started
     started = bench.clock()
-    record = prefill(bench.model, prompt, [method.rule for method in methods])
+    record = prefill(bench.model, prompt, methods)
     decodes = sum(decode(record, method) for method in methods)
     whole = bench.clock() - started
     verdict(

@@ -174,7 +174,7 @@ def differences(eager: KVCache, captured: KVCache) -> Iterator[str]:
 
 def check(model: PreTrainedModel, method: Method, ids: Tensor, record: Callable[..., Callable[[], object]]) -> str:
     """The faults, in words; empty where there are none."""
-    prompt, steps = prefill(model, ids[:, :PROMPT], [method.rule]), WARM_UP + 1 + 3 * R + 1
+    prompt, steps = prefill(model, ids[:, :PROMPT], [method]), WARM_UP + 1 + 3 * R + 1
     eager, captured = (build_cache(model, method, prompt, max_new_tokens=steps) for _ in range(2))
     decoder, worst = GraphDecoder(model, captured, DecodeStep(model, captured), record), 0.0
     tolerance = TOLERANCE if method.store == DenseStore() else ROUNDED

@@ -1,6 +1,6 @@
 """From a prompt to compressed caches: prefill once, then build any number of caches from the record.
 
-record = prefill(model, ids, [method.rule])
+record = prefill(model, ids, [method])
 cache = build_cache(model, method, record, max_new_tokens=128)
 
 Other rooms import from here what building a cache takes.
@@ -45,7 +45,7 @@ def build_cache(
     """A method's cache of a prompt; copies from the record, never aliases it.
 
     Args:
-        prompt: the record of `prefill` (made with this method's rule among `rules`), or ids [B, T] to prefill here.
+        prompt: the record of `prefill` (made with this method among `rules`), or ids [B, T] to prefill here.
         max_new_tokens: tokens that will be fed afterwards, at most. max_step: most tokens in one forward of those.
         kernel: which decode attention to use; see `kvbench.kernels.choose`.
 
@@ -53,10 +53,10 @@ def build_cache(
     """
     if max_new_tokens < 0 or max_step < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}, max_step={max_step}; give 0 or more, and 1 or more")
-    record = prompt if isinstance(prompt, PrefillRecord) else prefill(model, prompt, [method.rule])
-    missing = [observation for observation in method.rule.observations() if observation not in record.observe_ms]
+    record = prompt if isinstance(prompt, PrefillRecord) else prefill(model, prompt, [method])
+    missing = [observation for observation in method.observations() if observation not in record.observe_ms]
     if missing:
-        raise UserError(f"the record lacks {missing} for {method.rule.name}; type prefill(model, ids, [method.rule])")
+        raise UserError(f"the record lacks {missing} for {method.name}; type prefill(model, ids, [method])")
     if method.kind == "recompute":
         return recompute_cache(record)
     method.check_combination(mla_layout(model.config))

@@ -85,10 +85,14 @@ class Groups:
         n = self.length // self.group_size if self.axis == "token" else self.length
         return [self.whole().each(lambda tensor: tensor[:, :, :n])]
 
+    @property
+    def capacity(self) -> int:
+        """Most rows."""
+        return self.codes.shape[2] * (self.group_size if self.axis == "token" else 1)
+
     def buffers(self, kept: int | None = None) -> Iterator[Buffer]:
         """The tensors, with the share in use when `kept` rows hold tokens (None: all rows held)."""
-        capacity = self.codes.shape[2] * (self.group_size if self.axis == "token" else 1)
-        used = (self.length if kept is None else kept) / capacity if capacity else 1.0
+        used = (self.length if kept is None else kept) / self.capacity if self.capacity else 1.0
         for tensor in self.tensors:
             yield Buffer("codes" if tensor is self.codes else "scales", tensor, used)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbench.cache.mla import Latents, LatentStore, check_store
+from kvbench.cache.observe import Observation
 from kvbench.cache.record import LayerRecord
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
@@ -32,6 +33,10 @@ class Method:
     def recomputes(self) -> bool:
         """Whether the method keeps no keys and values and runs the whole prefix at every step."""
         return self.kind == "recompute"
+
+    def observations(self) -> tuple[Observation, ...]:
+        """What the rule and the store ask a prefill to record."""
+        return (*self.rule.observations(), *self.store.observations())
 
     def check_combination(self, mla: str | None = None) -> None:
         """Raise UserError where the rule cannot work with the store, or the store with the latent attention `mla`.
@@ -64,5 +69,7 @@ class Method:
 
 def store_of(record: LayerRecord, method: Method, latents: Latents | None) -> Store:
     """The store of one layer: the method's, or a dense store for a sliding-window layer, which no method compresses."""
-    store = method.store.for_layer(record.index) if record.scoring.window is None else DenseStore()
+    store: Store = DenseStore()
+    if record.scoring.window is None:
+        store = method.store.for_layer(record.index).with_observed(record.observed)
     return store if latents is None or latents.layout == "expand" else LatentStore(store, latents)

@@ -1,7 +1,7 @@
 """Named quantities that a prefill can record beside keys and values."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -27,6 +27,13 @@ class Observation:
         raise TypeError(f"{type(self).__name__} does not define `compute`")
 
 
+class Observing(Protocol):
+    """What asks for observations: a keep rule, a store, or a method with both."""
+
+    def observations(self) -> tuple[Observation, ...]:
+        """The observations that a prefill has to record."""
+
+
 @dataclass(frozen=True)
 class ColumnSums(Observation):
     """Attention mass that each token receives from all prompt queries: float32 [B, Hkv, T]."""
@@ -45,6 +52,17 @@ class LastQueries(Observation):
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         return last_queries(query, key, scoring, self.count)
+
+
+@dataclass(frozen=True)
+class QueryPower(Observation):
+    """Mean square of each channel of the last `count` queries, rotated as the keys are: float32 [B, Hq, D]."""
+
+    count: int = 32
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        power: Tensor = query[:, :, -self.count :].float().square().mean(2)
+        return power
 
 
 SOFTCAPPED = (

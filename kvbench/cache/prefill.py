@@ -11,7 +11,7 @@ from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.forward import check_prompt, forward, n_layers
 from kvbench.cache.future import Future, FutureAttention, MassByHead, future_attention
 from kvbench.cache.mla import latents_of
-from kvbench.cache.observe import SOFTCAPPED, Observation
+from kvbench.cache.observe import SOFTCAPPED, Observation, Observing
 from kvbench.cache.output_norms import OutputNorms, output_norms
 from kvbench.cache.record import LayerRecord, PrefillRecord, RecordLayer, clock, record_cache
 from kvbench.cache.replay import ReplayAttention, replay
@@ -28,11 +28,11 @@ from kvbench.models.shape import layer_windows
 def prefill(
     model: PreTrainedModel,
     ids: Tensor,
-    rules: Iterable[KeepRule] = (),
+    rules: Iterable[Observing] = (),
     on_host: bool = False,
     future: Future | None = None,
 ) -> PrefillRecord:
-    """Run prompts once with exact attention and record what the rules ask for.
+    """Run prompts once with exact attention and record what methods, or their rules, ask for.
 
     Args:
         ids: int64 [B, T], prompts of one length, no padding.

@@ -196,7 +196,7 @@ class PrefixPool:
 
     def _from_prompt(self, model: PreTrainedModel, method: Method, ids: Tensor, max_new_tokens: int) -> KVCache:
         """Run the whole prompt with exact attention, then write its keys and values to blocks."""
-        record = prefill(model, ids, [method.rule])
+        record = prefill(model, ids, [method])
         if any(layer.scoring.window is not None for layer in record.layers):
             raise UserError(f"{type(model).__name__} {WHOLE_LAYERS}")
         for layer in record.layers[len(self.pools) :]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,25 @@ class Schedule:
         """Whether `unit` tokens have to be quantised, of `length` tokens of which `quantised` are already."""
         held = length - quantised
         return held >= self.residual_length if self.ring is None else held > self.residual_length
+
+
+class HeldRows(Protocol):
+    """Rows that have left a residual. length: rows held; capacity: most rows."""
+
+    length: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    def append(self, rows: Tensor) -> None: ...
+
+    def put(self, index: Tensor, rows: Tensor) -> None: ...
+
+    def whole(self) -> Part: ...
+
+    def parts(self) -> Sequence[Part]: ...
+
+    def buffers(self) -> Iterator[Buffer]: ...
 
 
 class PerChannel:
@@ -116,15 +135,15 @@ class PerChannel:
         return planned_groups(bits, group_size, rows, width, shape) + planned_residual(residual_length, width, shape)
 
 
-class PerToken:
-    """Groups of consecutive channels within a token; all but the newest `residual_length` tokens are quantised.
+class NewestWhole:
+    """The newest `residual_length` tokens in full precision, all others in `groups`.
 
     The residual is a ring: token t stands in row t modulo its size. length: tokens held, quantised or not.
     """
 
-    def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
+    def __init__(self, groups: HeldRows, residual_length: int, width: int, shape: SlotShape) -> None:
         self.residual_length, self.length = residual_length, 0
-        self.groups = Groups("channel", bits, group_size, max(0, shape.slots - residual_length), width, shape)
+        self.groups = groups
         self.residual = residual_rows(residual_length, width, shape)
         self.schedule = Schedule(residual_length, ring=self.residual.shape[2])
 
@@ -160,7 +179,7 @@ class PerToken:
 
         While the ring is not full yet, this quantises row 0 again and again. No count includes it, so nothing reads it.
         """
-        if self.groups.codes.shape[2]:
+        if self.groups.capacity:
             leaving = packed.long()
             self.groups.put(leaving, self.residual.index_select(2, self.schedule.row(leaving, leaving)))
 
@@ -192,6 +211,14 @@ class PerToken:
     def buffers(self) -> Iterator[Buffer]:
         yield from self.groups.buffers()
         yield Buffer("residual", self.residual, (self.length - self.groups.length) / self.residual.shape[2])
+
+
+class PerToken(NewestWhole):
+    """Groups of consecutive channels within a token; all but the newest `residual_length` tokens are quantised."""
+
+    def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
+        rows = max(0, shape.slots - residual_length)
+        super().__init__(Groups("channel", bits, group_size, rows, width, shape), residual_length, width, shape)
 
     @staticmethod
     def planned_bytes(bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> int:

@@ -63,7 +63,7 @@ class FloatRows:
         return Dense(self.rows)
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
-        yield Buffer("codes", self.rows, kept / self.rows.shape[2])
+        yield Buffer("codes" if self.rows.dtype.itemsize == 1 else "dense", self.rows, kept / self.rows.shape[2])
 
 
 class CentredRows:
@@ -100,7 +100,7 @@ class CentredRows:
 
     def sum_of(self, part: Dense | Packed | Coded) -> Sum:
         """A part's rows and their mean."""
-        return Sum((part, Dense(self.mean.expand(-1, -1, part.length, -1))))
+        return Sum(part, (Dense(self.mean.expand(-1, -1, part.length, -1)),))
 
     def buffers(self, kept: int) -> Iterator[Buffer]:
         yield from self.rows.buffers(kept)

@@ -3,7 +3,7 @@
 What the author of a store needs is imported from here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.basis import Basis
+from kvbench.cache.observe import Observation
 from kvbench.cache.rotary import KeyRotation
 from kvbench.cache.slots import Buffer, CannotCapture, CapturedSlots, Slots, SlotShape, scatter_rows
 from kvbench.errors import UserError
@@ -60,6 +61,18 @@ class Store:
 
     def for_layer(self, index: int) -> "Store":
         """The store of one layer. Raises UserError where the store has not been calibrated and needs it."""
+        return self.at_layer(index)
+
+    def at_layer(self, index: int) -> "Store":
+        """The store of one layer, as far as it is known without calibration: where settings differ by layer."""
+        return self
+
+    def observations(self) -> tuple[Observation, ...]:
+        """What the store needs to know of the prompt's queries."""
+        return ()
+
+    def with_observed(self, observed: Mapping[Observation, Tensor]) -> "Store":
+        """The store of a layer whose prompt was observed so."""
         return self
 
     def allocate(self, shape: SlotShape) -> Slots:

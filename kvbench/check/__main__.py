@@ -129,7 +129,7 @@ def trials(config: DictConfig, loaded: LoadedModel, subjects: list[Subject]) -> 
     for length, subjects_there in sorted(at_length.items()):
         tried = [calibrated(subject, loaded) for subject in subjects_there]
         rows = tokens[: 2 * (length + STEPS)].view(2, length + STEPS).to(loaded.device)
-        rules = [subject.make(None).rule for subject in tried]
+        rules = [subject.make(None) for subject in tried]
         yield Trial(loaded.model, rows[:, :length], rows[:, length:], str(config.kernel), rules), tried
 
 

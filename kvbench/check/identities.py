@@ -12,8 +12,8 @@ from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import AnyCache, KVCache
 from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
+from kvbench.cache.observe import Observing
 from kvbench.cache.record import PrefillRecord
-from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import Store
 from kvbench.check.both import BothKernels
 from kvbench.check.shadow import held_positions, look, shadow_of
@@ -59,7 +59,7 @@ class Trial:
     """
 
     def __init__(
-        self, model: PreTrainedModel, prompts: Tensor, following: Tensor, kernel: str, rules: Sequence[KeepRule]
+        self, model: PreTrainedModel, prompts: Tensor, following: Tensor, kernel: str, rules: Sequence[Observing]
     ) -> None:
         self.model, self.prompts, self.following, self.kernel = model, prompts, following, kernel
         self.alone = [prefill(model, prompts[row : row + 1], rules) for row in (0, 1)]

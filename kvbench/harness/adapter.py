@@ -188,7 +188,7 @@ class KVBenchLM(TemplateLM):
         ids = torch.tensor([context[:prompt]], device=self.loaded.device)
         if self._record is None or not torch.equal(self._record.ids, ids):
             self._record = None  # room for the next
-            self._record = prefill(self.loaded.model, ids, [self.method.rule])
+            self._record = prefill(self.loaded.model, ids, [self.method])
         self._compressed_before = False  # the prompt's last logits were computed before the cache was built
         room = later + len(context) - prompt
         cache = build_cache(self.loaded.model, self.method, self._record, max_new_tokens=room, kernel=self.kernel)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.kernels import reference
 from kvbench.kernels.cpu_parts import NOTHING, last_channels, pack_parts
 from kvbench.kernels.options import NO_OPTIONS, AttendOptions
-from kvbench.kernels.parts import Paged, Parts, Sum, head_dim
+from kvbench.kernels.parts import Narrow, Paged, Parts, Sum, head_dim
 from kvbench.kernels.prefill import Scoring
 
 NAME = "cpu-c++"
@@ -61,6 +61,8 @@ class CpuKernel:
         """Why the kernel does not take such tensors; None where it takes them."""
         if pack_parts(query, keys, values) is not None:
             return None
+        if any(isinstance(part, Narrow) for part in (*keys, *values)):
+            return "the compiled kernel does not read rows that hold some of their channels"
         if any(isinstance(part, Sum) for part in (*keys, *values)):
             return "the compiled kernel does not read rows that are a sum of several parts"
         return "the compiled kernel does not take heads of this size in this store"

@@ -4,137 +4,33 @@ KIVI's keys are one packed part and one dense part; its values are split at anot
 for the scores and the value parts for the output, so no store is ever unpacked as a whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.quantise import dequantise, unpack
+from kvbench.kernels.rows import Axis, Coded, Dense, Packed, take
 
-Axis = Literal["token", "channel"]
-"""A group holds consecutive tokens of one channel ("token"), or consecutive channels of one token ("channel")."""
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Rows in a float dtype of 8 to 64 bits: [B, Hkv, n, D].
-
-    is_ring: for a buffer whose length is on the device: slot i is in row i modulo n; else the first row is the first
-    slot after the packed ones.
-    """
-
-    rows: Tensor
-    is_ring: bool = False
-
-    @property
-    def length(self) -> int:
-        return self.rows.shape[-2]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.rows.shape[1]
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The rows as `dtype`: [B, Hkv, n, D]."""
-        return self.rows.to(dtype)
-
-    def first(self, n: int) -> "Dense":
-        """The part's first n rows."""
-        return Dense(self.rows[..., :n, :])
-
-    def at(self, index: Tensor) -> "Dense":
-        """The rows index [B, Hkv, n], copied; a part with one row or one head serves all of them."""
-        return Dense(take(self.rows, index))
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Groups of `group_size` codes with a float16 scale and minimum each.
-
-    minimum: None where codes are centred: the minimum is then -2^(bits - 1) times the scale, and nothing is held.
-
-    axis "token":   codes [B, Hkv, n / G, D, G * bits / 8], pairs [B, Hkv, n / G, D]
-    axis "channel": codes [B, Hkv, n, D / G, G * bits / 8], pairs [B, Hkv, n, D / G]
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor | None
-    bits: int
-    group_size: int
-    axis: Axis
-
-    @property
-    def length(self) -> int:
-        n = self.codes.shape[2]
-        return n * self.group_size if self.axis == "token" else n
-
-    @property
-    def kv_heads(self) -> int:
-        return self.codes.shape[1]
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The dequantised rows: [B, Hkv, n, D]."""
-        values = dequantise(unpack(self.codes, self.bits), self.scale, self._minima(), dtype)
-        return values.transpose(-1, -2).flatten(2, 3) if self.axis == "token" else values.flatten(3, 4)
-
-    def _minima(self) -> Tensor:
-        return self.scale.to(torch.float32) * -(2 ** (self.bits - 1)) if self.minimum is None else self.minimum
-
-    def first(self, n: int) -> "Dense | Packed":
-        """The part's first n rows."""
-        if self.axis == "token":
-            head = self.each(lambda tensor: tensor[:, :, : -(-n // self.group_size)])
-            return Dense(head.read(torch.float32)[..., :n, :])
-        return self.each(lambda tensor: tensor[:, :, :n])
-
-    def at(self, index: Tensor) -> "Packed":
-        """The rows index [B, Hkv, n], copied; axis "channel" only."""
-        if self.axis == "token":
-            raise TypeError("groups of tokens cannot be read row by row")
-        return self.each(lambda tensor: take(tensor, index))
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Packed":
-        """The part with each of its tensors changed."""
-        minimum = None if self.minimum is None else change(self.minimum)
-        return replace(self, codes=change(self.codes), scale=change(self.scale), minimum=minimum)
-
-
-@dataclass(frozen=True)
-class Coded:
-    """Codes of a codebook: a row is its norm times the levels of its codes.
-
-    codes [B, Hkv, n, D / G, G * bits / 8], `pack`ed by G; norm float16 [B, Hkv, n]; levels float32 [2^bits].
-    """
-
-    codes: Tensor
-    norm: Tensor
-    levels: Tensor
-    bits: int
-    group_size: int
-
-    @property
-    def length(self) -> int:
-        return self.codes.shape[2]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.codes.shape[1]
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The decoded rows: [B, Hkv, n, D]."""
-        levels = self.levels.to(dtype)[unpack(self.codes, self.bits).flatten(3).int()]
-        return levels * self.norm.to(dtype).unsqueeze(-1)
-
-    def first(self, n: int) -> "Coded":
-        """The part's first n rows."""
-        return Coded(self.codes[:, :, :n], self.norm[:, :, :n], self.levels, self.bits, self.group_size)
-
-    def at(self, index: Tensor) -> "Coded":
-        """The rows index [B, Hkv, n], copied."""
-        return Coded(take(self.codes, index), take(self.norm, index), self.levels, self.bits, self.group_size)
+__all__ = [
+    "Axis",
+    "Coded",
+    "Dense",
+    "LowRank",
+    "Narrow",
+    "Packed",
+    "Paged",
+    "Part",
+    "Parts",
+    "Sparse",
+    "Split",
+    "Sum",
+    "head_dim",
+    "is_packed",
+    "read_all",
+    "take",
+    "total_length",
+]
 
 
 @dataclass(frozen=True)
@@ -165,33 +61,114 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Sum:
-    """Rows that are the sum of several parts' rows, as codes and what is added to them. Only the reference reads it.
+class Narrow:
+    """Rows of which only some channels are held, the others are 0. Only the reference reads it.
 
-    terms: parts of the same n rows; the first is the one that all slots are counted by.
+    rows [B, Hkv, n, r] in a float dtype; channels int64 [B, Hkv, r], which of the `width` channels they are.
     """
 
-    terms: tuple[Dense | Packed | Coded, ...]
+    rows: Tensor
+    channels: Tensor
+    width: int
 
     @property
     def length(self) -> int:
-        return self.terms[0].length
+        return self.rows.shape[2]
 
     @property
     def kv_heads(self) -> int:
-        return self.terms[0].kv_heads
+        return self.rows.shape[1]
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The rows with all channels: [B, Hkv, n, D]."""
+        whole = self.rows.new_zeros(*self.rows.shape[:3], self.width, dtype=dtype)
+        return whole.scatter_(-1, self.channels.unsqueeze(2).expand_as(self.rows), self.rows.to(dtype))
+
+    def first(self, n: int) -> "Narrow":
+        """The part's first n rows."""
+        return replace(self, rows=self.rows[:, :, :n])
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Rows that are products: left [B, Hkv, blocks, n, r] @ right [B, Hkv, blocks, r, D]. Added in a `Sum`."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.left.shape[2] * self.left.shape[3]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.left.shape[1]
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The rows: [B, Hkv, blocks x n, D]."""
+        return (self.left.to(dtype) @ self.right.to(dtype)).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Rows of which few numbers are not 0. Added in a `Sum`.
+
+    axis "token":   numbers and places [B, Hkv, blocks, D, m], places among the `size` tokens of a block
+    axis "channel": numbers and places [B, Hkv, blocks, n, m], places among the `size` channels
+    """
+
+    numbers: Tensor
+    places: Tensor
+    size: int
+    axis: Axis
+
+    @property
+    def length(self) -> int:
+        return self.numbers.shape[2] * (self.size if self.axis == "token" else self.numbers.shape[3])
+
+    @property
+    def kv_heads(self) -> int:
+        return self.numbers.shape[1]
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The rows: [B, Hkv, n, D]."""
+        zeros = self.numbers.new_zeros(*self.numbers.shape[:4], self.size, dtype=dtype)
+        lines = zeros.scatter_(-1, self.places.long(), self.numbers.to(dtype))
+        return (lines.mT if self.axis == "token" else lines).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Rows, and what is added to them: other parts of the same n rows. Only the reference reads it."""
+
+    rows: Dense | Packed | Coded
+    added: tuple[Dense | LowRank | Sparse, ...]
+
+    @property
+    def length(self) -> int:
+        return self.rows.length
+
+    @property
+    def kv_heads(self) -> int:
+        return self.rows.kv_heads
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The summed rows: [B, Hkv, n, D]."""
-        return torch.stack([term.read(dtype) for term in self.terms]).sum(0)
+        total = self.rows.read(dtype)
+        for part in self.added:
+            total = total + part.read(dtype)
+        return total
 
-    def first(self, n: int) -> "Sum":
+    def first(self, n: int) -> Dense:
         """The part's first n rows."""
-        return Sum(tuple(term.first(n) for term in self.terms))
+        return Dense(self.read(torch.float32)[:, :, :n])
 
     def at(self, index: Tensor) -> "Sum":
-        """The rows index [B, Hkv, n], copied."""
-        return Sum(tuple(term.at(index) for term in self.terms))
+        """The rows index [B, Hkv, n], copied; only dense rows may be added."""
+        added = [part for part in self.added if isinstance(part, Dense)]
+        if len(added) < len(self.added):
+            raise TypeError("rows of blocks cannot be read one by one")
+        return Sum(self.rows.at(index), tuple(part.at(index) for part in added))
 
 
 @dataclass(frozen=True)
@@ -239,16 +216,7 @@ def block_rows(table: Tensor, block_size: int) -> Tensor:
     return (first + torch.arange(block_size, device=table.device)).flatten(-2)
 
 
-def take(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [1 or B, 1 or H, N, ...] at index [B, 1 or H, n]: [B, H, n, ...]."""
-    if rows.dtype == torch.float8_e4m3fn:  # bytes can be gathered, 8-bit floats cannot
-        return take(rows.view(torch.uint8), index).view(rows.dtype)
-    lead = index.shape[0], max(rows.shape[1], index.shape[1])
-    wanted = index.expand(*lead, -1).reshape(*lead, -1, *([1] * (rows.ndim - 3)))
-    return rows.expand(*lead, *rows.shape[2:]).gather(2, wanted.expand(-1, -1, -1, *rows.shape[3:]))
-
-
-Part = Dense | Packed | Coded | Split | Sum | Paged
+Part = Dense | Packed | Coded | Split | Narrow | Sum | Paged
 Parts = Sequence[Part]
 """Keys or values of one store, in slot order."""
 
@@ -258,16 +226,18 @@ def head_dim(part: Part) -> int:
     if isinstance(part, Split):
         return head_dim(part.first_channels) + head_dim(part.last_channels)
     if isinstance(part, Paged | Sum):
-        return head_dim(part.pool if isinstance(part, Paged) else part.terms[0])
+        return head_dim(part.pool if isinstance(part, Paged) else part.rows)
+    if isinstance(part, Narrow):
+        return part.width
     if isinstance(part, Dense):
         return part.rows.shape[3]
     return part.codes.shape[3] * (1 if isinstance(part, Packed) and part.axis == "token" else part.group_size)
 
 
 def is_packed(part: Part) -> bool:
-    """Whether a part's rows are codes, or their first channels are, or the first term of a sum is."""
+    """Whether a part's rows are codes, or their first channels are, or the rows that something is added to."""
     if isinstance(part, Sum):
-        return is_packed(part.terms[0])
+        return is_packed(part.rows)
     return isinstance(part.first_channels if isinstance(part, Split) else part, Packed | Coded)
 
 

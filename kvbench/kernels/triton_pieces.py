@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.parts import Coded, Dense, Packed, Paged, Part, Split, Sum, head_dim, total_length
+from kvbench.kernels.parts import Coded, Dense, Narrow, Packed, Paged, Part, Split, Sum, head_dim, total_length
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.quantise import BITS
 
@@ -109,6 +109,8 @@ def refused(part: Part) -> str | None:
     """Why the kernels cannot read a part; None where they can."""
     if isinstance(part, Split):
         return "rows whose channels are in two parts"
+    if isinstance(part, Narrow):
+        return "rows that hold some of their channels"
     if isinstance(part, Sum):
         return "rows that are a sum of several parts"
     if isinstance(part, Paged):

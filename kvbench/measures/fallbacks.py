@@ -96,8 +96,8 @@ class Prefills:
             self.shared = self._record(self.methods, fallback)
 
     def _record(self, methods: Sequence[MethodRun], fallback: Fallback) -> PrefillRecord:
-        rules = [method.method.rule for method in methods]
-        return prefill(self.context.loaded.model, self.ids, rules, fallback.on_host, self.future)
+        wanted = [method.method for method in methods]
+        return prefill(self.context.loaded.model, self.ids, wanted, fallback.on_host, self.future)
 
 
 def each_cache(

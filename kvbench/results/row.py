@@ -39,7 +39,7 @@ EXACT_METHODS = ("full", "recompute")
 EXACT_STORES = (None, "dense", "paged", *EXACT_METHODS)
 """Stores that hold numbers as the model made them; old rows name the method here."""
 
-MEMORY_PARTS = ("dense", "codes", "scales", "residual", "basis", "scores", "positions", "state")
+MEMORY_PARTS = ("dense", "codes", "scales", "residual", "basis", "outliers", "scores", "positions", "state")
 """Parts of a cache's bytes; `held_bytes.PART` in the rows. They add up to `held_bytes`."""
 
 ROW_STATUSES = ("ok", "oom", "failed", "interrupted", "skipped")

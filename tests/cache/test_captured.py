@@ -118,7 +118,7 @@ def held(layer: Layer) -> Iterator[Tensor]:
     inner = getattr(slots, "codes", slots)  # what is kept of keys that every step makes anew
     rotated = getattr(slots, "rotated", None)  # those of latents lie apart
     held_parts = (*inner.key_parts(), *inner.value_parts(), *(() if rotated is None else rotated.key_parts()))
-    for part in (t for one in held_parts for t in (one.terms if isinstance(one, Sum) else (one,))):
+    for part in (t for one in held_parts for t in ((one.rows, *one.added) if isinstance(one, Sum) else (one,))):
         if isinstance(part, Dense):
             yield part.rows.to(torch.float32) if part.rows.dtype.itemsize == 1 else part.rows
         else:

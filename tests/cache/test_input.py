@@ -127,7 +127,7 @@ def test_a_record_without_the_methods_observation() -> None:
     record = prefill(model, ids, [StreamingLLM(budget=16), H2O(budget=16, combine="max")])
     for combine in ("sum",):
         method = Method("h2o", H2O(budget=16, combine=combine), DENSE)
-        refused(lambda method=method: build_cache(model, method, record), "H2O", "prefill(model, ids, [method.rule])")
+        refused(lambda method=method: build_cache(model, method, record), "h2o", "prefill(model, ids, [method])")
     build_cache(model, Method("h2o", H2O(budget=8, combine="max"), DENSE), record)
 
 

@@ -37,7 +37,10 @@ LEFT_OUT_METHODS = {
     "recompute": "holds no keys and values",
     "adakv": "its heads keep unequally many tokens: tests/methods/test_adakv.py",
 }
-LEFT_OUT_STORES = {"lowrank": "needs a whole model's eigenvectors: tests/methods/test_lowrank.py"}
+LEFT_OUT_STORES = {
+    "lowrank": "needs a whole model's eigenvectors: tests/methods/test_lowrank.py",
+    "think": "needs the prompt's queries: tests/methods/test_think.py",
+}
 for stock in (name for name in BUILT_IN.names("store") if name.startswith("hf_")):
     LEFT_OUT_METHODS[stock] = LEFT_OUT_STORES[stock] = (
         "a cache of transformers' own, not of slots: tests/cache/test_stock.py"

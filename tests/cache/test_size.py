@@ -59,9 +59,9 @@ def rules() -> Iterator[tuple[str, KeepRule]]:
                 yield name, method.rule
 
 
-def record_of(rules: list[KeepRule]) -> PrefillRecord:
+def record_of(wanted: list[KeepRule | Store]) -> PrefillRecord:
     ids = torch.randint(0, 97, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
-    return prefill(MODEL, ids, rules)
+    return prefill(MODEL, ids, wanted)
 
 
 def predicted(method: Method, record: PrefillRecord) -> int:
@@ -84,7 +84,7 @@ def predicted(method: Method, record: PrefillRecord) -> int:
 
 def test_bytes_of_every_combination_are_the_sum_of_its_parts() -> None:
     held_rules, held_stores = dict(rules()), stores()
-    record = record_of(list(held_rules.values()))
+    record = record_of([*held_rules.values(), *held_stores.values()])
     seen = set()
     for rule_name, rule in held_rules.items():
         for store_name, store in held_stores.items():

@@ -121,7 +121,7 @@ def test_a_scale_fixed_by_a_prompt_of_one_token_is_refused(of: Callable[[], Stor
         store = of()
     except UserError as error:  # an older transformers has no such cache
         pytest.skip(str(error))
-    with pytest.raises(UserError, match="takes its scale from the prompt and a stream has none"):
+    with pytest.raises(UserError, match="takes its scale, mean or channels from the prompt and a stream has none"):
         check_stream(Method("some", Full(), store))
     check_stream(Method("some", Full(), PagedStore(PerToken())))
 

@@ -190,13 +190,13 @@ def _build(
     record: PrefillRecord | None = None
     with context.guarded(context.methods, "latency", **where):
         _first_calls(context, ids[:, :64], settings)  # the cost of first calls is not counted as prefill
-        record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods], on_host)
+        record = prefill(context.loaded.model, ids, [method.method for method in context.methods], on_host)
     for method in context.methods if record is not None else []:
         with context.guarded(method, "latency", **where):
             cache = build_cache(
                 context.loaded.model, method.method, record, max_new_tokens=steps, kernel=context.kernel
             )
-            observed = sum(record.observe_ms[o] for o in dict.fromkeys(method.method.rule.observations()))
+            observed = sum(record.observe_ms[o] for o in dict.fromkeys(method.method.observations()))
             decoder = decoder_for(model, cache, settings.graph, settings.warmup)
             timed.append(TimedMethod(method, cache, decoder, observed))
     return record, timed
@@ -207,7 +207,7 @@ def _first_calls(context: RunContext, ids: Tensor, settings: Latency) -> None:
     if ids.device.type != "cuda":
         prefill(context.loaded.model, ids)
         return
-    record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods])
+    record = prefill(context.loaded.model, ids, [method.method for method in context.methods])
     for method in context.methods:
         with suppress(Exception):  # a method that fails here fails again in its own cell, which reports it
             cache = build_cache(context.loaded.model, method.method, record, FIRST_CALL_TOKENS, kernel=context.kernel)

@@ -83,7 +83,7 @@ def _timed(context: RunContext, settings: Latency, method: MethodRun, prompt: in
     length = prompt + WARM_UP + 1 + STEPS
     starts = [i * max(0, len(context.tokens) - length) // batch for i in range(batch)]
     ids = context.windows(starts, length)
-    record = prefill(model, ids[:, :prompt], [method.method.rule])
+    record = prefill(model, ids[:, :prompt], [method.method])
     cache = build_cache(model, method.method, record, max_new_tokens=length - prompt, kernel=context.kernel)
     del record
     decoder = decoder_for(model, cache, settings.graph)

@@ -121,7 +121,7 @@ def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -
     ids = context.window(0, prompt + tokens).unsqueeze(0).to(device)
     _warm_up(context, method, ids[:, : min(WARM_UP, prompt) + 1])
     with peak(device) as prefill_peak:
-        record = prefill(model, ids[:, :prompt], [method.method.rule])
+        record = prefill(model, ids[:, :prompt], [method.method])
         cache = build_cache(model, method.method, record, max_new_tokens=tokens, kernel=context.kernel)
     sizes = Sizes.of(record, prompt + tokens)
     formula = kept_bytes(model, method.method, record)
@@ -174,7 +174,7 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
 def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
     """Run a short prompt, so that one-time allocations are not counted for the first method."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
-        record = prefill(context.loaded.model, ids[:, :-1], [method.method.rule])
+        record = prefill(context.loaded.model, ids[:, :-1], [method.method])
         cache = build_cache(context.loaded.model, method.method, record, max_new_tokens=1, kernel=context.kernel)
         step(context.loaded.model, ids[:, -1:], cache)
 

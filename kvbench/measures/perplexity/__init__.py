@@ -142,8 +142,8 @@ def check_stream(method: Method) -> None:
         raise UserError(f"method={method.name} runs the whole prefix at every step, too much for a stream; {leave}")
     if method.store.static_scales:
         raise UserError(
-            f"{type(method.store).__name__} takes its scale from the prompt and a stream has none: values would "
-            f"be clipped to the range of the first token; {leave}"
+            f"{type(method.store).__name__} takes its scale, mean or channels from the prompt and a stream has "
+            f"none; {leave}"
         )
     if isinstance(rule.budget, float):
         raise UserError(f"budget={rule.budget} is a share of the prompt and a stream has none; type budget=256")

@@ -78,7 +78,7 @@ def _stream(
     methods = context.remaining("perplexity")
     record: PrefillRecord | None = None
     with context.guarded(methods, "perplexity", context=0):
-        record = prefill(context.loaded.model, ids[:, :1], [method.method.rule for method in methods])
+        record = prefill(context.loaded.model, ids[:, :1], [method.method for method in methods])
     scorers: list[Scorer] = []
     for method in methods if record is not None else []:
         with context.guarded(method, "perplexity", context=0):

@@ -26,6 +26,7 @@ PART_COLOURS = {
     "scales": "#56B4E9",
     "residual": "#E69F00",
     "basis": "#999933",
+    "outliers": "#44AA99",
     "scores": "#882255",
     "positions": "#117733",
     "state": "#CC79A7",

@@ -31,7 +31,7 @@ def decode_kernel(
         return kernel
     store.check(shape.head_dim, shape.value_dim)
     widths = shape.head_dim, shape.value_dim
-    slots = store.allocate(SlotShape(1, 1, *widths, PROBE, 1, dtype, device))
+    slots = store.at_layer(0).allocate(SlotShape(1, 1, *widths, PROBE, 1, dtype, device))
     slots.fill(*(torch.zeros(1, 1, PROBE, width, dtype=dtype, device=device) for width in widths))
     slots.settle()
     query = torch.zeros(1, 1, 1, shape.head_dim, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Pages: slots in blocks of a pool, taken when needed, shared by reference, copied when a shared one is written."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -92,6 +92,9 @@ class PagedStore(Store):
 
     def check(self, key_dim: int, value_dim: int) -> None:
         self.inner.check(key_dim, value_dim)
+
+    def at_layer(self, index: int) -> "PagedStore":
+        return replace(self, inner=self.inner.at_layer(index))
 
     def allocate(self, shape: SlotShape) -> "PagedSlots":
         each = blocks_for(shape.slots, self.block_size)

@@ -94,9 +94,9 @@ def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tok
         return 0
     total = batch * model.state_bytes
     depth, layers = 0, list(model.windows).count(None)  # of those that the method applies to
-    for window in model.windows:
+    for index, window in enumerate(model.windows):
         rule: KeepRule = method.rule if window is None else SlidingWindow(budget=max(1, window - 1))
-        store: Store = method.store if window is None else DenseStore()
+        store: Store = method.store.at_layer(index) if window is None else DenseStore()
         if model.latent:
             store = LatentStore(store, cast(Latents, None))  # the weights play no part in its size
         budget = rule.layer_tokens(prompt, depth, layers)

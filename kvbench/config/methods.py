@@ -161,12 +161,14 @@ def _read_knobs(node: DictConfig, sources: ConfigSources, columns: dict[str, Any
         if key in ("_target_", "inner"):
             continue
         knob = next(iter(re.findall(r"\$\{(\w+)\}", str(written[key]))), None)
-        if knob in KNOBS:
+        if key in ("k_bits", "v_bits") and isinstance(value, dict):  # a width for each layer: no number for a column
+            columns[key], others[key] = None, value
+        elif key in ("k_bits", "v_bits"):
+            columns[key] = value
+        elif knob in KNOBS:
             columns[knob] = value
         elif value is not None:  # the row's `knobs` hold what is set
             others[knob if knob in sources.knobs else key] = value
-        if key in ("k_bits", "v_bits"):
-            columns[key] = value
 
 
 def _class_node(config: DictConfig, group: str, part: str) -> DictConfig:
@@ -219,6 +221,11 @@ def _check_fixed(config: DictConfig, store: str, node: DictConfig) -> None:
 
 
 def _plain(node: DictConfig, resolve: bool = True) -> dict[str, Any]:
-    plain = OmegaConf.to_container(node, resolve=resolve)
+    plain = _with_words(OmegaConf.to_container(node, resolve=resolve))
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return plain
+
+
+def _with_words(value: Any) -> Any:
+    """The value with words as keys, whose order is defined: layers are typed as numbers."""
+    return {str(key): _with_words(inner) for key, inner in value.items()} if isinstance(value, dict) else value

@@ -51,6 +51,8 @@ class DecodeStep:
         kernel = layer.kernel
         if not isinstance(kernel, LengthsKernel):
             raise CannotCapture(f"the kernel {kernel.name} is told on the host how much is filled")
+        if layer.evicts_to is not None and (layer.rule.rescores or layer.rule.evicts_every > 1):
+            raise CannotCapture(f"{layer.rule.name} evicts in blocks or by new scores, which the host steers")
         if isinstance(layer, RaggedLayer):
             return CapturedRagged(layer, self.seen)
         slots = layer.slots.captured()

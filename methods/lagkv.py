@@ -30,6 +30,8 @@ class LagKV(KeepRule):
     block: int = whole(128, least=2)
     decode: Decode = "append"
 
+    needs_host = True
+
     @property
     def evicts_every(self) -> int:
         return self.block

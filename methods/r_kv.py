@@ -78,7 +78,7 @@ def redundancy(key: Tensor, threshold: float) -> Tensor:
     for start in range(0, n, height):
         cosine = direction[:, :, start : start + height] @ direction.mT
         row = column[start : start + height]
-        cosine[:, :, row - start, row] = 0
+        cosine = cosine.masked_fill(column == row.unsqueeze(-1), 0)
         newest = column.where(cosine > threshold, -1).amax(-1, keepdim=True)
-        total += cosine.masked_fill((column == newest), 0).sum(-2)
+        total += cosine.masked_fill(column == newest, 0).sum(-2)
     return (total / n).softmax(-1)

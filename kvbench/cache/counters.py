@@ -135,3 +135,29 @@ class DeviceCounters:
     def tensors(self) -> Sequence[Tensor]:
         """Everything that a step changes."""
         return [self.lengths, self.newest, self.evicted, self.over]
+
+
+class BlockCounters(DeviceCounters):
+    """Counters of layers that evict a block of tokens at once, by `flush`; a step evicts nothing.
+
+    free: int64 [1], slots on the stack of free slots. block: tokens that a flush evicts.
+    """
+
+    def __init__(
+        self, counters: Counters, seen: Tensor, packed: tuple[int, int], packs: tuple[bool, bool] = (False, False)
+    ) -> None:
+        super().__init__(counters, seen, packed, packs)
+        self.free = torch.full_like(self.newest, counters.free)
+        self.block = counters.evicts_every
+
+    def evict(self) -> None:
+        """Count the free slot that this step's token took, if it took one."""
+        self.free.sub_(1).clamp_(min=0)
+
+    def flush(self) -> None:
+        """Count the block of tokens that was evicted."""
+        self.evicted.add_(self.block)
+        self.free.add_(self.block)
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [*super().tensors(), self.free]

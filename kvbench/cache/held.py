@@ -20,15 +20,17 @@ class HeldTokens:
 
     key: float32 [B, Hkv, n, D], rotated. value: float32 [B, Hkv, n, Dv]. position: int64 [B, Hkv, n]. scores: float32
     [B, Hkv, n]. seen: tokens fed so far, which is the position of the next one. query: float32 [B, Hq, w, D], rotated,
-    of the newest w tokens, where the rule observes `RecentQueries`; else None. scoring: how the layer scores. rotation: how
-    the layer's rotary embedding is taken off, where an observation of the rule needs that.
+    of the newest w tokens, where the rule observes `RecentQueries`; else None. scoring: how the layer scores. rotation:
+    how the layer's rotary embedding is taken off, where an observation of the rule needs that.
+
+    In a captured step `seen` is a number on the device (int64 []), so compute with it and do not branch on it.
     """
 
     key: Tensor
     value: Tensor
     position: Tensor
     scores: Tensor
-    seen: int
+    seen: int | Tensor
     query: Tensor | None
     scoring: Scoring
     rotation: RotateBack | None = None
@@ -55,7 +57,7 @@ def held_in_slots(
     position: Tensor,
     scores: Tensor,
     kept: int,
-    seen: int,
+    seen: int | Tensor,
     query: Tensor | None,
     scoring: Scoring,
     rotation: RotateBack | None,

@@ -170,8 +170,6 @@ class SlotLayer(EngineLayer):
         keys, values = self.slots.key_parts(), self.slots.value_parts()
         view = SlotView(self.kernel.attend, keys, values, written, visible, self.evicted or None)
         output = self.attended(query, scoring, view, self.scores is not None and self.rule.reads_attention)
-        if self.queries is not None:
-            push_queries(self.queries, query if self.latents is None else self.latents.absorb(query))
         if count := self.counters.excess:
             victims = self.victims(written, self.seen - 1, count)
             self.position.scatter_(-1, victims, EMPTY)
@@ -181,6 +179,8 @@ class SlotLayer(EngineLayer):
 
     def attended(self, query: Tensor, scoring: Scoring, view: SlotView, reads: bool) -> Tensor:
         """The attention alone, [B, Hq, q, Dv]; where it `reads` probabilities, the rule's scores are updated."""
+        if self.queries is not None:
+            push_queries(self.queries, query if self.latents is None else self.latents.absorb(query))
         sink_query = None
         if self.n_sink and view.evicted is not None and self.rotate_back is not None:
             sink_query = self.slots.transform_query(self.rotate_back(query, view.evicted))
@@ -208,8 +208,9 @@ class SlotLayer(EngineLayer):
         """`victims` of a rule that scores all tokens anew; their scores are kept."""
         plan = self.plan
         assert plan.budget is not None and plan.scoring is not None
+        kept = plan.budget + count
         held, slot = held_in_slots(
-            self.slots, position, scores, self.kept, newest + 1, self.queries, plan.scoring, plan.rotate_back
+            self.slots, position, scores, kept, newest + 1, self.queries, plan.scoring, plan.rotate_back
         )
         new = self.rule.scores_at_eviction(held).to(scores.dtype)
         scores.scatter_(-1, slot, new)

@@ -64,6 +64,8 @@ class KeepRule:
     """Allowed values of `decode`. A rule whose scores need the whole prompt cannot evict during decode."""
     reads_attention: ClassVar[bool] = False
     """Whether `updated_scores` needs each step's attention probabilities."""
+    needs_host: ClassVar[bool] = False
+    """Whether `scores_at_eviction` reads numbers on the host, so that no decode step can be captured."""
     ragged_heads: ClassVar[bool] = False
     """Whether the heads of a layer may keep different numbers of tokens; see `head_tokens`."""
     recent_half: ClassVar[bool] = False

@@ -61,6 +61,16 @@ class RecentQueries(Observation):
         return query[:, :, -self.count :].clone()
 
 
+@dataclass(frozen=True)
+class QueriesAt(Observation):
+    """The queries at some positions, with their rotary embedding: [B, Hq, n, D] for n `positions`."""
+
+    positions: tuple[int, ...] = ()
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        return query[:, :, list(self.positions)]
+
+
 def recent_queries(observations: Iterable[Observation]) -> int:
     """How many of the newest queries a rule with these observations is given at each eviction; 0: none."""
     return next((each.count for each in observations if isinstance(each, RecentQueries)), 0)

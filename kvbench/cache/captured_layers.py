@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import BlockCounters, DeviceCounters
+from kvbench.cache.held import push_queries
 from kvbench.cache.layer import SlotLayer, SlotView
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.ragged import RaggedLayer
@@ -62,6 +63,7 @@ class CapturedLayer(EngineLayer):
             self.device.lengths,
         )
         output = self.layer.attended(query, scoring, view, self.reads)
+        push_queries(self.layer.queries, query, self.layer.latents)
         if self.evicts and not self.in_blocks:
             self._evict()
         self.slots.settle(self.device)

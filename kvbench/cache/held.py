@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.cache.mla import Latents
 from kvbench.cache.observe import Observation, RecentQueries, recent_queries
 from kvbench.cache.ranking import EMPTY
 from kvbench.cache.record import LayerRecord
@@ -92,7 +93,11 @@ def query_ring(record: LayerRecord, observations: tuple[Observation, ...]) -> Te
     return ring
 
 
-def push_queries(ring: Tensor, query: Tensor) -> None:
-    """Move the newest queries [B, Hq, q, D] into the ring, and as many of its oldest out."""
-    count = ring.shape[2]
-    ring.copy_(torch.cat([ring, query.to(ring.dtype)], dim=2)[:, :, -count:])
+def push_queries(ring: Tensor | None, query: Tensor, latents: Latents | None = None) -> None:
+    """Move the newest queries [B, Hq, q, D] into the ring, and as many of its oldest out; None: keep none.
+
+    latents: of latent attention, whose queries are kept as the keys that the slots hold want them.
+    """
+    if ring is not None:
+        new = query if latents is None else latents.absorb(query)
+        ring.copy_(torch.cat([ring, new.to(ring.dtype)], dim=2)[:, :, -ring.shape[2] :])

@@ -58,8 +58,7 @@ class SlotLayer(EngineLayer):
         scores: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> None:
-        every = plan.rule.evicts_every
-        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to, evicts_every=every))
+        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to, evicts_every=plan.rule.evicts_every))
         slots.position = position
         self.plan, self.slots, self.position, self.scores = plan, slots, position, scores
         self.index, self.rule, self.kernel, self.latents = plan.index, plan.rule, plan.kernel, plan.latents
@@ -170,6 +169,7 @@ class SlotLayer(EngineLayer):
         keys, values = self.slots.key_parts(), self.slots.value_parts()
         view = SlotView(self.kernel.attend, keys, values, written, visible, self.evicted or None)
         output = self.attended(query, scoring, view, self.scores is not None and self.rule.reads_attention)
+        push_queries(self.queries, query, self.latents)
         if count := self.counters.excess:
             victims = self.victims(written, self.seen - 1, count)
             self.position.scatter_(-1, victims, EMPTY)
@@ -179,8 +179,6 @@ class SlotLayer(EngineLayer):
 
     def attended(self, query: Tensor, scoring: Scoring, view: SlotView, reads: bool) -> Tensor:
         """The attention alone, [B, Hq, q, Dv]; where it `reads` probabilities, the rule's scores are updated."""
-        if self.queries is not None:
-            push_queries(self.queries, query if self.latents is None else self.latents.absorb(query))
         sink_query = None
         if self.n_sink and view.evicted is not None and self.rotate_back is not None:
             sink_query = self.slots.transform_query(self.rotate_back(query, view.evicted))

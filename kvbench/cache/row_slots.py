@@ -155,6 +155,9 @@ class RowSlots(Slots):
     def transform_query(self, query: Tensor) -> Tensor:
         return self.key_turn.on(query)
 
+    def restore_keys(self, key: Tensor) -> Tensor:
+        return self.key_turn.off(key)
+
     def restore_output(self, output: Tensor) -> Tensor:
         return self.value_turn.off(output)
 

@@ -3,17 +3,14 @@
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from kvbench.cache.groups import Groups, planned_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.row_slots import HADAMARD, NO_TURN, RowSlots, Turn
 from kvbench.cache.store import SlotShape, Store
 from kvbench.errors import UserError
+from kvbench.kernels.ggml_blocks import BLOCK, TYPES
 from kvbench.kernels.quantise import Encoding
 
-BLOCK = 32
 ROTATED = 64
 """llama.cpp rotates heads whose size is a multiple of this, and values in blocks of it."""
 
@@ -74,47 +71,4 @@ class Ggml(Store):
         return (TYPES[self.k_type], shape.key_dim), (TYPES[self.v_type], shape.value_dim)
 
 
-def q8_0(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor, None]:
-    """Codes plus 128, and scales."""
-    x = blocks.to(torch.float32)
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    steps = x * inverse(scale)
-    whole = steps.abs().floor()
-    size = whole + (2 * (steps.abs() - whole)).floor()  # as C's roundf: `round` would take halves to even numbers
-    return (steps.sign() * size + 128).to(torch.uint8), as_half(scale), None
-
-
-def q4_0(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor, None]:
-    """Codes and scales; the number with the largest magnitude has code 0."""
-    x = blocks.to(torch.float32)
-    scale = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / -8
-    codes = (x * inverse(scale) + 8.5).to(torch.uint8).clamp(max=15)
-    return codes, as_half(scale), None
-
-
-def q4_1(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and minima."""
-    x = blocks.to(torch.float32)
-    low = x.amin(-1, keepdim=True)
-    scale = (x.amax(-1, keepdim=True) - low) / 15
-    codes = ((x - low) * inverse(scale) + 0.5).to(torch.uint8).clamp(max=15)
-    return codes, as_half(scale), as_half(low)
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 for a block of zeros, or of equal numbers."""
-    return torch.where(scale == 0, 0.0, 1 / scale)
-
-
-def as_half(pair: Tensor) -> Tensor:
-    """The pairs [..., 1] as float16 [...], finite."""
-    limit = torch.finfo(torch.float16).max
-    return pair.squeeze(-1).clamp(-limit, limit).to(torch.float16)
-
-
-TYPES = {
-    "q8_0": (8, Encoding(q8_0, is_centred=True)),
-    "q4_0": (4, Encoding(q4_0, is_centred=True)),
-    "q4_1": (4, Encoding(q4_1)),
-}
 IN_64 = Turn(partial(hadamard, most=ROTATED), partial(hadamard, most=ROTATED))

@@ -71,7 +71,7 @@ def test_every_published_model_is_planned_offline() -> None:
 
 
 def measured(model: PreTrainedModel, method: Method, ids: torch.Tensor, new: int) -> int:
-    record = prefill(model, ids, [method.rule])
+    record = prefill(model, ids, [method])
     return held_bytes(build_cache(model, method, record, max_new_tokens=new).buffers()).held
 
 
@@ -127,7 +127,7 @@ def test_a_budget_by_depth_counts_the_layers_that_it_is_of() -> None:
         + ["full_attention", "sliding_attention", "full_attention"],
     )
     method, ids = Method("pyramid", Pyramid(budget=28, window=8), DenseStore()), random_ids(2, 100)
-    cache = build_cache(model, method, prefill(model, ids, [method.rule]), max_new_tokens=4)
+    cache = build_cache(model, method, prefill(model, ids, [method]), max_new_tokens=4)
     assert [layer.kept for layer in cache.compressible] == [8 + 39, 8 + 20, 8 + 1] and cache.kept_tokens == 28
     assert held_bytes(cache.buffers()).held == cache_bytes(method, of(model), 2, 100, 4)
 

@@ -36,7 +36,7 @@ from tests.shared.text import Breaks, methods, rows_of, run_context_of, value
 
 def stored_logits(method: Method, ids: Tensor, context: int) -> np.ndarray:
     """Logits [T, V] of each scored token, one step after another through the method's cache."""
-    record = prefill(MODEL, ids[None, :context], [method.rule])
+    record = prefill(MODEL, ids[None, :context], [method])
     cache = build_cache(MODEL, method, record, max_new_tokens=len(ids) - context)
     logits = [cache.last_logits] + [
         step(MODEL, ids[None, t : t + 1], cache)[:, -1] for t in range(context, len(ids) - 1)

@@ -49,7 +49,7 @@ class Observing(Random):
 
 def stream_by_hand(method: Method, ids: Tensor) -> np.ndarray:
     """Log-probabilities [T, V] of ids[1:], every cache built anew by feeding all tokens before, one at a time."""
-    record = prefill(MODEL, ids[None, :1], [method.rule])
+    record = prefill(MODEL, ids[None, :1], [method])
     cache = build_cache(MODEL, method, record, max_new_tokens=len(ids))
     logits = [cache.last_logits] + [step(MODEL, ids[None, t : t + 1], cache)[:, -1] for t in range(1, len(ids) - 1)]
     return special.log_softmax(torch.cat(logits).double().numpy(), axis=-1)

@@ -71,8 +71,7 @@ class CaM(KeepRule):
         ascending = position.masked_fill(~evicted.stays, none).sort(dim=-1)
         first = torch.searchsorted(ascending.values, position.gather(-1, evicted.victims), right=True)
         rank = first.unsqueeze(-1) + torch.arange(self.recipients, device=position.device)
-        rank = rank.clamp(max=position.shape[-1] - 1)
+        rank = rank.clamp(max=position.shape[-1] - 1)  # the last one is no token's: the evicted ones do not stay
         follows = ascending.values.gather(-1, rank.flatten(2)).view(rank.shape) != none
-        follows &= rank.diff(dim=-1, prepend=rank[..., :1] - 1) > 0  # the last slot may stand there several times
         into = ascending.indices.gather(-1, rank.where(follows, 0).flatten(2)).view(rank.shape)
         return into, follows

@@ -104,7 +104,7 @@ def merge_prompt(
 def changed_slots(evicted: Evicted, merge: Merge, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The slots [B, Hkv, c m] to write after a decision, and their keys and values.
 
-    unused: int64 [B, Hkv, c], slots that hold nothing from now on. A victim that is not merged is written to its own.
+    unused: int64 [B, Hkv, c], slots that hold nothing from now on, where victims that are not merged are written.
     """
     is_merged = merge.weight > 0
     slot = merge.into.where(is_merged, unused.unsqueeze(-1)).flatten(2)

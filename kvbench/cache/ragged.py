@@ -103,12 +103,9 @@ class RaggedLayer(EngineLayer):
         q, start, top = key.shape[2], self.seen, self.counters.free
         self.check_room(q)
         reused = self.counters.accept(q)
-        behind = self.lengths.unsqueeze(-1) + torch.arange(q - reused, device=key.device)
-        slot = torch.cat([self.free[..., top - reused : top], behind], dim=-1)
-        if self.longest_growing and self.evicts:
-            slot = torch.where(
-                self.grows[:, None], self.lengths.unsqueeze(-1) + torch.arange(q, device=key.device), slot
-            )
+        behind = self.lengths.unsqueeze(-1) + torch.arange(q, device=key.device)
+        slot = torch.cat([self.free[..., top - reused : top], behind[..., : q - reused]], dim=-1)
+        slot = torch.where(self.grows[:, None], behind, slot)
         self.put(slot, torch.arange(start, start + q, dtype=torch.int32, device=key.device), key, value)
         self.lengths += torch.where(self.grows, q, q - reused)
         return self, value

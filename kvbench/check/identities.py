@@ -253,6 +253,7 @@ def promise_broken(cache: KVCache, method: Method) -> str:
     budget, rounding = method.rule.tokens(cache.prompt_tokens), 0.5  # of layer budgets
     growing = [layer.share_growing for layer in cache.compressible if isinstance(layer, RaggedLayer)]
     grown = (cache.seen - cache.prompt_tokens) * sum(growing) / max(1, len(growing))
-    if method.rule.holds_budget and budget is not None and cache.kept_tokens > budget + grown + rounding:
-        return f"{cache.kept_tokens:g} tokens are kept of a budget of {budget}"
+    buffered = method.rule.evicts_every - 1
+    if method.rule.holds_budget and budget is not None and cache.kept_tokens > budget + buffered + grown + rounding:
+        return f"{cache.kept_tokens:g} tokens are kept of a budget of {budget} and {buffered} buffered ones"
     return ""

@@ -59,7 +59,7 @@ class Ggml(Store):
             Groups("channel", bits, BLOCK, shape.slots, width, shape, encoding)
             for (bits, encoding), width in self._sides(shape)
         )
-        return RowSlots(keys, values, *((HADAMARD, IN_64) if self.rotate else (NO_TURN, NO_TURN)))
+        return RowSlots(keys, values, shape, *((HADAMARD, IN_64) if self.rotate else (NO_TURN, NO_TURN)))
 
     def planned_bytes(self, shape: SlotShape) -> int:
         return sum(

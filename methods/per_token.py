@@ -32,6 +32,7 @@ class PerToken(Store):
     group_size: int = 32
     rotate: bool = False
 
+    mergeable = True
     holds_latents = True
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class PerToken(Store):
         turn = HADAMARD if self.rotate else NO_TURN
         keys = Groups("channel", k_bits, self.group_size, shape.slots, shape.key_dim, shape)
         values = Groups("channel", v_bits, self.group_size, shape.slots, shape.value_dim, shape)
-        return RowSlots(keys, values, turn, turn)
+        return RowSlots(keys, values, shape, turn, turn)
 
     def planned_bytes(self, shape: SlotShape) -> int:
         k_bits, v_bits = one_width("k_bits", self.k_bits), one_width("v_bits", self.v_bits)

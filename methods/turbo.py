@@ -38,7 +38,7 @@ class Turbo(Store):
 
     def allocate(self, shape: SlotShape) -> RowSlots:
         keys, values = CodedRows(self.k_bits, shape.key_dim, shape), CodedRows(self.v_bits, shape.value_dim, shape)
-        return RowSlots(keys, values, TURN, TURN)
+        return RowSlots(keys, values, shape, TURN, TURN)
 
     def planned_bytes(self, shape: SlotShape) -> int:
         bits = self.k_bits * shape.key_dim + self.v_bits * shape.value_dim

@@ -61,7 +61,7 @@ class TurboPreset(Store):
             keys, turn = FloatRows(torch.float8_e4m3fn, shape.key_dim, shape), NO_TURN
         else:
             keys, turn = CodedRows(self.k_bits, shape.key_dim, shape, keeps_norm=True), HADAMARD
-        return RowSlots(CentredRows(keys, shape.key_dim, shape) if self.center else keys, values, turn)
+        return RowSlots(CentredRows(keys, shape.key_dim, shape) if self.center else keys, values, shape, turn)
 
     def planned_bytes(self, shape: SlotShape) -> int:
         heads = shape.batch * shape.kv_heads

@@ -11,7 +11,7 @@ from kvbench.cache.codebook import CodedRows
 from kvbench.cache.groups import Groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape, scatter_rows
-from kvbench.kernels.parts import Coded, Dense, Packed, Part, Sum
+from kvbench.kernels.parts import Coded, Dense, Packed, Part, Sum, read_all
 
 
 class Rows(Protocol):
@@ -131,8 +131,10 @@ class RowSlots(Slots):
     output back, so that q . k and the output are unchanged.
     """
 
-    def __init__(self, keys: Rows, values: Rows, key_turn: Turn = NO_TURN, value_turn: Turn = NO_TURN) -> None:
-        self.keys, self.values = keys, values
+    def __init__(
+        self, keys: Rows, values: Rows, shape: SlotShape, key_turn: Turn = NO_TURN, value_turn: Turn = NO_TURN
+    ) -> None:
+        self.keys, self.values, self.wide = keys, values, torch.promote_types(shape.dtype, torch.float32)
         self.key_turn, self.value_turn = key_turn, value_turn
 
     def fill(self, key: Tensor, value: Tensor) -> None:
@@ -151,6 +153,9 @@ class RowSlots(Slots):
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         self.keys.overwrite(slot, self.key_turn.on(key))
         self.values.overwrite(slot, self.value_turn.on(value))
+
+    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        return self.key_turn.off(read_all(keys, self.wide)), self.value_turn.off(read_all(values, self.wide))
 
     def transform_query(self, query: Tensor) -> Tensor:
         return self.key_turn.on(query)

@@ -120,12 +120,16 @@ def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -
     model, device = context.loaded.model, context.loaded.device
     ids = context.window(0, prompt + tokens).unsqueeze(0).to(device)
     _warm_up(context, method, ids[:, : min(WARM_UP, prompt) + 1])
+    in_chunks = method.method.reads_in_chunks(prompt)
+    # Layers have the same shapes in a record of one token: it stands for the prompt where that is read in chunks.
+    record = prefill(model, ids[:, :1]) if in_chunks else None
     with peak(device) as prefill_peak:
-        record = prefill(model, ids[:, :prompt], [method.method.rule])
-        cache = build_cache(model, method.method, record, max_new_tokens=tokens, kernel=context.kernel)
+        record = record or prefill(model, ids[:, :prompt], [method.method.rule])
+        read = ids[:, :prompt] if in_chunks else record
+        cache = build_cache(model, method.method, read, max_new_tokens=tokens, kernel=context.kernel)
     sizes = Sizes.of(record, prompt + tokens)
     formula = kept_bytes(model, method.method, record)
-    del record
+    del record, read
     with peak(device) as decode_peak:
         for t in range(tokens):
             step(model, ids[:, prompt + t : prompt + t + 1], cache)
@@ -174,8 +178,8 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
 def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
     """Run a short prompt, so that one-time allocations are not counted for the first method."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
-        record = prefill(context.loaded.model, ids[:, :-1], [method.method.rule])
-        cache = build_cache(context.loaded.model, method.method, record, max_new_tokens=1, kernel=context.kernel)
+        of_warm_up = replace(method.method, prefill_chunk=method.method.prefill_chunk and WARM_UP // 2)
+        cache = build_cache(context.loaded.model, of_warm_up, ids[:, :-1], max_new_tokens=1, kernel=context.kernel)
         step(context.loaded.model, ids[:, -1:], cache)
 
 

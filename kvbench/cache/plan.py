@@ -39,8 +39,8 @@ class LayerPlan:
 
     @property
     def has_positions(self) -> bool:
-        """Whether slots may hold other positions than their own number: where the rule may evict."""
-        return self.rule.budget is not None
+        """Whether slots may hold other positions than their own number: where the rule evicts in this layer."""
+        return self.budget is not None
 
     def slots_for(self, kept: int) -> int:
         """Slots of a head that keeps `kept` tokens of the prompt."""

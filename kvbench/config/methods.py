@@ -98,8 +98,8 @@ def entry_overrides(entry: str, declared: Iterable[str] = ()) -> list[str]:
         if others:
             raise UserError(
                 f"compare entry '{entry}' sets {others[0]}{did_you_mean(others[0], list(knobs))}; an entry "
-                f"takes method, store and their knobs ({', '.join((*knobs[2:], PREFILL_CHUNK))}), all else stands outside "
-                "the list"
+                f"takes method, store and their knobs ({', '.join((*knobs[2:], PREFILL_CHUNK))}), all else stands "
+                "outside the list"
             )
         if not any(word.startswith("method=") for word in words):
             raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")

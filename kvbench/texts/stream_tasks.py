@@ -29,7 +29,8 @@ class WorkingOut(Protocol):
 class RunningSum:
     """Several people's sums, one addition a line; then each one's last sum is asked for.
 
-    The last line about each person stands at another depth: the first is left early, the last at the end.
+    The last line about each person stands at another depth: the first person has no more lines after a sixth of the
+    working-out, the last has lines up to its end.
     """
 
     opening = "Marbles are given away. Every line says how many marbles a person had, gets, and has then.\n"
@@ -38,10 +39,12 @@ class RunningSum:
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         self.sums = {name: draw.randrange(1, 10) for name in draw.sample(FIRST_NAMES, self.people)}
+        self.waiting = list(self.sums)  # everyone has a line of their own first
 
     def line(self, share: float) -> str:
         present = list(self.sums)[min(int(share * self.people), self.people - 1) :]
-        name, more = self.draw.choice(present), self.draw.randrange(1, 10)
+        name = self.waiting.pop() if self.waiting else self.draw.choice(present)
+        more = self.draw.randrange(1, 10)
         before = self.sums[name]
         self.sums[name] += more
         return f"\n{name} had {before} and gets {more}, so {name} has {self.sums[name]}."
@@ -79,9 +82,10 @@ class StateMachine:
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         names = draw.sample(NOUNS, self.places)
-        ways = [(place, side) for place in names for side in ("left", "right")]
-        self.table = {way: draw.choice([name for name in names if name != way[0]]) for way in ways}
-        self.unlisted = draw.sample(ways, len(ways))
+        left = {(place, "left"): names[i - 1] for i, place in enumerate(names)}  # the walk visits all places
+        right = {(place, "right"): draw.choice([name for name in names if name != place]) for place in names}
+        self.table = left | right
+        self.unlisted = draw.sample(list(self.table), len(self.table))
         self.here, self.steps = names[0], 0
 
     def line(self, share: float) -> str:
@@ -94,9 +98,8 @@ class StateMachine:
 
     def asked(self) -> list[tuple[str, str]]:
         right = [(place, there) for (place, side), there in self.table.items() if side == "right"]
-        return [
-            (f"\nFrom {place}, right leads to", f" {there}") for place, there in self.draw.sample(right, len(right))
-        ]
+        self.draw.shuffle(right)
+        return [(f"\nFrom {place}, right leads to", f" {there}") for place, there in right]
 
 
 TASKS: dict[str, Callable[[random.Random], WorkingOut]] = {

@@ -78,7 +78,7 @@ class Stream(Measure):
             )
         if method.store.static_scales:
             raise UserError(
-                f"{type(method.store).__name__} takes its scale from the prompt, and a stream's prompt is short; {leave}"
+                f"{type(method.store).__name__} takes its scale from the prompt, which is short in a stream; {leave}"
             )
 
     def prepare(self, target: Target) -> Any:
@@ -98,7 +98,7 @@ class Stream(Measure):
             longest = max(longest, self.prompt + self.size)
             if self.prompt > min(target.lengths):
                 raise UserError(
-                    f"stream.prompt={self.prompt} is more than data={target.text.name} has; type a smaller stream.prompt"
+                    f"stream.prompt={self.prompt} is more than data={target.text.name} has; type stream.prompt=64"
                 )
         limit = target.shape.max_positions
         if limit is not None and longest > limit:

@@ -45,7 +45,7 @@ def generate_freely(context: RunContext, settings: Stream, length: int) -> Resul
     """Rows divergence_step, loop_share, generated_tokens, engaged, kept_tokens of each method."""
     model, ends = context.loaded.model, end_tokens(context.loaded)
     offsets = spread(context.lengths, settings.samples, settings.prompt)
-    where = {"context": length, "protocol": FREE}
+    where: dict[str, Any] = {"context": length, "protocol": FREE}
     texts: Texts = {method.label: {} for method in context.methods}
     with context.progress.phase(f"stream {FREE} {length}", len(offsets) * len(context.methods)) as advance:
         for first in range(0, len(offsets), settings.batch):

@@ -55,7 +55,7 @@ def write_and_ask(context: RunContext, settings: Stream, task: str, length: int)
     samples: list[Written] = context.prepared.get("stream", {}).get((task, length)) or [
         write(context.loaded.tokenizer, task, length, context.seed, i, context.bos) for i in range(settings.samples)
     ]
-    where = {"context": length, "protocol": task}
+    where: dict[str, Any] = {"context": length, "protocol": task}
     found: Found = {method.label: {} for method in context.methods}
     with context.progress.phase(f"stream {task} {length}", len(samples) * len(context.methods)) as advance:
         for first in range(0, len(samples), settings.batch):

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvbench.errors import UserError
 from kvbench.texts.word_lists import ADJECTIVES, FIRST_NAMES, NOUNS
 
 
@@ -19,6 +20,11 @@ class WorkingOut(Protocol):
 
     def line(self, share: float) -> str:
         """The next line, begun with a newline; share: how much of the working-out has been written, 0 to 1."""
+        ...
+
+    @property
+    def unwritten(self) -> int:
+        """Lines that the answers need and that have not been written yet."""
         ...
 
     def asked(self) -> list[tuple[str, str]]:
@@ -49,6 +55,10 @@ class RunningSum:
         self.sums[name] += more
         return f"\n{name} had {before} and gets {more}, so {name} has {self.sums[name]}."
 
+    @property
+    def unwritten(self) -> int:
+        return len(self.waiting)
+
     def asked(self) -> list[tuple[str, str]]:
         names = self.draw.sample(list(self.sums), self.people)
         return [(f"\nIn the end {name} has", f" {self.sums[name]}") for name in names]
@@ -67,6 +77,10 @@ class ListCopy:
     def line(self, share: float) -> str:
         self.words.append(self.draw.choice((*NOUNS, *ADJECTIVES)))
         return f"\n{len(self.words)}. {self.words[-1]}"
+
+    @property
+    def unwritten(self) -> int:
+        return max(0, self.copied - len(self.words))
 
     def asked(self) -> list[tuple[str, str]]:
         items = [(f"\n{i}.", f" {word}") for i, word in enumerate(self.words[: self.copied], 1)]
@@ -96,6 +110,10 @@ class StateMachine:
         before, self.here = self.here, self.table[self.here, "left"]
         return f"\nStep {self.steps}: {before}, left, {self.here}."
 
+    @property
+    def unwritten(self) -> int:
+        return len(self.unlisted)
+
     def asked(self) -> list[tuple[str, str]]:
         right = [(place, there) for (place, side), there in self.table.items() if side == "right"]
         self.draw.shuffle(right)
@@ -122,7 +140,10 @@ class Written(NamedTuple):
 
 
 def write(tokenizer: Any, task: str, length: int, seed: int, sample: int, bos: Sequence[int] = ()) -> Written:
-    """One sample with a working-out of exactly `length` tokens; newlines fill what no further line fits in."""
+    """One sample with a working-out of exactly `length` tokens; newlines fill what no further line fits in.
+
+    Raises UserError where the lines that the answers need do not fit.
+    """
     made = TASKS[task](random.Random(f"{seed} {task} {length} {sample}"))
 
     def tokens(text: str) -> list[int]:
@@ -132,6 +153,11 @@ def write(tokenizer: Any, task: str, length: int, seed: int, sample: int, bos: S
     prompt = len(ids)
     for line in _lines(made, tokens, length):
         ids += line
+    if made.unwritten:
+        raise UserError(
+            f"stream.lengths={length} is too short for {task} with this tokenizer: {made.unwritten} lines that the "
+            f"answers need do not fit; type stream.lengths=[{2 * length}]"
+        )
     answers = []
     for lead, answer in made.asked():
         ids += tokens(lead)
@@ -148,6 +174,4 @@ def _lines(made: WorkingOut, tokens: Callable[[str], list[int]], length: int) ->
         longest = max(longest, len(line))
         written += len(line)
         yield line
-    if written > length:
-        raise ValueError(f"a line of {longest} tokens is longer than the working-out of {length}")
     yield tokens("\n")[:1] * (length - written)

@@ -26,7 +26,7 @@ from kvbench.progress import Progress
 from kvbench.results.row import MEMORY_PARTS, Row
 
 WARM_UP = 256
-"""Tokens of the warm-up prompt."""
+"""Tokens of the warm-up prompt; two chunks where the method reads prompts in chunks."""
 
 
 def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
@@ -119,7 +119,8 @@ def _off_the_device(context: RunContext) -> Iterator[None]:
 def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> list[Row]:
     model, device = context.loaded.model, context.loaded.device
     ids = context.window(0, prompt + tokens).unsqueeze(0).to(device)
-    _warm_up(context, method, ids[:, : min(WARM_UP, prompt) + 1])
+    chunk = method.method.prefill_chunk
+    _warm_up(context, method, ids[:, : min(WARM_UP if chunk is None else 2 * chunk, prompt) + 1])
     in_chunks = method.method.reads_in_chunks(prompt)
     # Layers have the same shapes in a record of one token: it stands for the prompt where that is read in chunks.
     record = prefill(model, ids[:, :1]) if in_chunks else None
@@ -178,8 +179,7 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
 def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
     """Run a short prompt, so that one-time allocations are not counted for the first method."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
-        of_warm_up = replace(method.method, prefill_chunk=method.method.prefill_chunk and WARM_UP // 2)
-        cache = build_cache(context.loaded.model, of_warm_up, ids[:, :-1], max_new_tokens=1, kernel=context.kernel)
+        cache = build_cache(context.loaded.model, method.method, ids[:, :-1], max_new_tokens=1, kernel=context.kernel)
         step(context.loaded.model, ids[:, -1:], cache)
 
 

@@ -33,35 +33,40 @@ class WorkingOut(Protocol):
 
 
 class RunningSum:
-    """Several people's sums, one addition a line; then each one's last sum is asked for.
+    """Sums of several people, one after another, each with its total at its end; then all totals are asked for.
 
-    The last line about each person stands at another depth: the first person has no more lines after a sixth of the
-    working-out, the last has lines up to its end.
+    A person's total stands once in the working-out: the first after about an eighth of it, the last after four fifths.
     """
 
-    opening = "Marbles are given away. Every line says how many marbles a person had, gets, and has then.\n"
+    opening = "Six people count their marbles. Every line adds some; a total follows the last one.\n"
     people = 6
+    counted = 0.8
+    """Share of the working-out after which the last person's total is written."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.sums = {name: draw.randrange(1, 10) for name in draw.sample(FIRST_NAMES, self.people)}
-        self.waiting = list(self.sums)  # everyone has a line of their own first
+        self.names = draw.sample(FIRST_NAMES, self.people)
+        self.totals: dict[str, int] = {}
+        self.sum = 0
 
     def line(self, share: float) -> str:
-        present = list(self.sums)[min(int(share * self.people), self.people - 1) :]
-        name = self.waiting.pop() if self.waiting else self.draw.choice(present)
-        more = self.draw.randrange(1, 10)
-        before = self.sums[name]
-        self.sums[name] += more
-        return f"\n{name} had {before} and gets {more}, so {name} has {self.sums[name]}."
+        if not self.unwritten:
+            return "\nAll marbles are counted."
+        name = self.names[len(self.totals)]
+        if self.sum and share >= self.counted * (len(self.totals) + 1) / self.people:
+            self.totals[name], self.sum = self.sum, 0
+            return f"\nTotal of {name}: {self.totals[name]}"
+        before, more = self.sum, self.draw.randrange(1, 10)
+        self.sum += more
+        return f"\n{name}: {before} + {more} = {self.sum}"
 
     @property
     def unwritten(self) -> int:
-        return len(self.waiting)
+        return self.people - len(self.totals)
 
     def asked(self) -> list[tuple[str, str]]:
-        names = self.draw.sample(list(self.sums), self.people)
-        return [(f"\nIn the end {name} has", f" {self.sums[name]}") for name in names]
+        names = self.draw.sample(self.names, self.people)
+        return [(f"\nTotal of {name}:", f" {self.totals[name]}") for name in names]
 
 
 class ListCopy:
@@ -88,36 +93,36 @@ class ListCopy:
 
 
 class StateMachine:
-    """A table of moves, then a walk that only ever goes left; then the moves to the right are asked for."""
+    """A table of moves, then a walk through half of the places; then the moves from the other half are asked for."""
 
-    opening = "Every place has a way to the left and a way to the right. First all ways are listed, then a walk.\n"
-    places = 8
+    opening = "Every place leads to another place. First all ways are listed, then a walk.\n"
+    places = 16
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         names = draw.sample(NOUNS, self.places)
-        left = {(place, "left"): names[i - 1] for i, place in enumerate(names)}  # the walk visits all places
-        right = {(place, "right"): draw.choice([name for name in names if name != place]) for place in names}
-        self.table = left | right
-        self.unlisted = draw.sample(list(self.table), len(self.table))
-        self.here, self.steps = names[0], 0
+        self.visited, self.others = names[: self.places // 2], names[self.places // 2 :]
+        # The walk goes round through the first half.
+        self.table = {place: self.visited[i - 1] for i, place in enumerate(self.visited)}
+        self.table |= {place: draw.choice(self.visited) for place in self.others}
+        self.unlisted = draw.sample(names, len(names))
+        self.here, self.steps = self.visited[0], 0
 
     def line(self, share: float) -> str:
         if self.unlisted:
-            place, side = self.unlisted.pop()
-            return f"\nFrom {place}, {side} leads to {self.table[place, side]}."
+            place = self.unlisted.pop()
+            return f"\nFrom {place} go to {self.table[place]}."
         self.steps += 1
-        before, self.here = self.here, self.table[self.here, "left"]
-        return f"\nStep {self.steps}: {before}, left, {self.here}."
+        before, self.here = self.here, self.table[self.here]
+        return f"\nStep {self.steps}: {before} to {self.here}."
 
     @property
     def unwritten(self) -> int:
         return len(self.unlisted)
 
     def asked(self) -> list[tuple[str, str]]:
-        right = [(place, there) for (place, side), there in self.table.items() if side == "right"]
-        self.draw.shuffle(right)
-        return [(f"\nFrom {place}, right leads to", f" {there}") for place, there in right]
+        asked = self.draw.sample(self.others, len(self.others))
+        return [(f"\nFrom {place} go to", f" {self.table[place]}") for place in asked]
 
 
 TASKS: dict[str, Callable[[random.Random], WorkingOut]] = {

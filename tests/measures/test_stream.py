@@ -35,12 +35,13 @@ from tests.shared.text import loaded, methods, run_context_of, value
 
 PIECES = r"\n| ?\w+| ?[^\w\s]"
 """A word or a mark with the space before it, or a newline."""
-SAID = """ had and gets so has
-In the end
+SAID = """+ =
+Total of
+All marbles are counted
 The list once more
-From left right leads to
-Step"""
-NAMED = (*NOUNS, *ADJECTIVES, *FIRST_NAMES, *".,:", *map(str, range(200)))
+From go to
+Step to"""
+NAMED = (*NOUNS, *ADJECTIVES, *FIRST_NAMES, *".,:+=", *map(str, range(200)))
 WORDS = (
     *(f"{space}{word}" for space in ("", " ") for word in NAMED),
     *(piece for text in (SAID, *(made.opening for made in TASKS.values())) for piece in re.findall(PIECES, text)),
@@ -214,21 +215,21 @@ def test_samples_are_as_long_as_asked_and_hold_their_answers(task: str, sample: 
     assert written.answers[0][0] > written.prompt + LENGTH - 1
     answers = [TOKENIZER.decode(written.ids[a:b]).strip() for a, b in written.answers]
     if task == "running_sum":
-        sums = dict(re.findall(r"so (\w+) has (\d+)\.", text))  # the last line of each
-        assert dict(re.findall(r"In the end (\w+) has (\d+)", asked)) == sums
-        lines = re.findall(r"had (\d+) and gets (\d), so \w+ has (\d+)", text)
-        assert all(int(before) + int(more) == int(after) for before, more, after in lines)
-        assert len(sums) == len(answers) == 6
+        totals = dict(re.findall(r"Total of (\w+): (\d+)", text))
+        assert dict(re.findall(r"Total of (\w+): (\d+)", asked)) == totals
+        assert len(totals) == len(answers) == 6
+        lines = [(name, *map(int, numbers)) for name, *numbers in re.findall(r"(\w+): (\d+) \+ (\d) = (\d+)", text)]
+        assert all(before + more == after for _, before, more, after in lines)
+        assert {name: str(after) for name, _, _, after in lines} == totals  # each one's last sum
     elif task == "list_copy":
         assert answers == re.findall(r"\d+\. (\w+)", text)[:16]
     else:
-        table = {place: there for place, there in re.findall(r"From (\w+), right leads to (\w+)\.", text)}
-        assert re.findall(r"From (\w+), right leads to (\w+)", asked) == [
-            (place, table[place]) for place in re.findall(r"From (\w+), right", asked)
-        ]
-        left = dict(re.findall(r"From (\w+), left leads to (\w+)\.", text))
-        assert all(left[here] == there for here, there in re.findall(r": (\w+), left, (\w+)\.", text))
-        assert "right" not in text.split("Step 1")[1]
+        table = dict(re.findall(r"From (\w+) go to (\w+)\.", text))
+        walk = re.findall(r": (\w+) to (\w+)\.", text)
+        assert len(table) == 16 and all(table[here] == there for here, there in walk)
+        pairs = re.findall(r"From (\w+) go to (\w+)", asked)
+        assert len(pairs) == len(answers) == 8 and all(table[place] == there for place, there in pairs)
+        assert not {place for place, _ in pairs} & {place for place, _ in walk}  # the table alone has the answers
 
 
 def test_a_length_that_holds_too_few_lines_is_refused() -> None:

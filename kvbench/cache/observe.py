@@ -58,6 +58,16 @@ class LastQueries(Observation):
         return probabilities[..., -self.count :, :].to(torch.float32)
 
 
+@dataclass(frozen=True)
+class QueriesAt(Observation):
+    """The queries at some positions, with their rotary embedding: [B, Hq, n, D] for n `positions`."""
+
+    positions: tuple[int, ...] = ()
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        return query[:, :, list(self.positions)]
+
+
 SOFTCAPPED = (
     "soft-capped scores have no closed-form expectation over queries; choose another method than expected_attention"
 )

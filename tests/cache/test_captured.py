@@ -344,6 +344,15 @@ def test_what_decodes_eagerly_on_cuda_says_why() -> None:
         assert decoder_for(MODEL, cache, graph=False).note is None
 
 
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+def test_frequencies_that_change_with_the_length_decode_eagerly(family: str) -> None:
+    """A replay would neither change them nor refuse the step that crosses the length."""
+    model = tiny(family)
+    cache = build_cache(model, METHODS["full"], random_ids(1, 20), 2, kernel="reference")
+    cache.last_logits = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    assert "rotary frequencies change with the length" in str(decoder_for(model, cache).note)
+
+
 def test_without_a_gpu_the_step_is_the_plain_one() -> None:
     decoder = decoder_for(MODEL, pair(MODEL, METHODS["full"], random_ids(1, 20), 2)[0])
     assert isinstance(decoder, EagerDecoder) and decoder.note is None and not decoder.is_graph

@@ -179,7 +179,10 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
 def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
     """Run a short prompt, so that one-time allocations are not counted for the first method."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
-        cache = build_cache(context.loaded.model, method.method, ids[:, :-1], max_new_tokens=1, kernel=context.kernel)
+        prompt = ids[:, :-1]
+        in_chunks = method.method.reads_in_chunks(prompt.shape[1])
+        read = prompt if in_chunks else prefill(context.loaded.model, prompt, [method.method.rule])
+        cache = build_cache(context.loaded.model, method.method, read, max_new_tokens=1, kernel=context.kernel)
         step(context.loaded.model, ids[:, -1:], cache)
 
 

@@ -276,7 +276,7 @@ def check_chunks(method: Method) -> None:
         reason = "it divides the budget between heads by the whole prompt"
     elif rule.budget is not None and not store.writable:
         reason = f"it evicts after each chunk, and {type(store).__name__} can only append"
-    elif rule.keeps_scores and not _scores_by_chunk(rule):
+    elif rule.keeps_scores and (rule.rescores or not _scores_by_chunk(rule)):
         reason = "it scores the whole prompt at once"
     if reason is not None:
         raise UserError(f"{given}: {reason}; leave prefill.chunk out")

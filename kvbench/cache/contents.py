@@ -9,9 +9,8 @@ from torch import Tensor
 from kvbench.cache.layer import SlotLayer, SlotView
 from kvbench.cache.ragged import RaggedLayer
 from kvbench.cache.rule import EMPTY
-from kvbench.cache.slots import Slots
 from kvbench.kernels.options import AttendOptions
-from kvbench.kernels.parts import Parts, read_all
+from kvbench.kernels.parts import block_rows, take
 from kvbench.kernels.prefill import Scoring
 from kvbench.kernels.reference import attend
 
@@ -37,36 +36,38 @@ def contents(layer: SlotLayer | RaggedLayer, query: Tensor, scoring: Scoring) ->
 
     The query's own token is not among the slots. Nothing of the cache changes.
     """
-    batch, query_heads = query.shape[:2]
-    slots = layer.slots if isinstance(layer, SlotLayer) else layer.pool.slots
-    keys, values = _parts(layer)
-    output, probabilities = _attention(layer, query, scoring, keys, values)
-    heads = probabilities.shape[1]
-    lead = batch, heads, probabilities.shape[-1]
+    output, probabilities = _attention(layer, query, scoring)
+    lead = query.shape[0], *probabilities.shape[1:2], probabilities.shape[-1]
+    keys, values = _held(layer)
     return Contents(
-        _keys(slots, keys, batch, query_heads, query.shape[-1]).expand(*lead, -1),
-        _values(slots, values, query_heads // heads, heads).expand(*lead, -1),
+        keys.expand(*lead, -1),
+        values.expand(*lead, -1),
         layer.positions().long().expand(lead),
         output.to(torch.float32),
         probabilities.squeeze(-2).to(torch.float32),
     )
 
 
-def _parts(layer: SlotLayer | RaggedLayer) -> tuple[Parts, Parts]:
+def _held(layer: SlotLayer | RaggedLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values of the layer's slots in the model's basis."""
     if isinstance(layer, SlotLayer):
-        return layer.slots.key_parts(), layer.slots.value_parts()
-    where = layer.table, layer.lengths, layer.counters.written
-    return [layer.pool.keys(*where)], [layer.pool.values(*where)]
+        return layer.slots.read_back()
+    rows = block_rows(layer.table, layer.pool.block_size)[..., : layer.counters.written]
+    keys, values = layer.pool.slots.read_back()
+    return take(keys, rows), take(values, rows)
 
 
-def _attention(
-    layer: SlotLayer | RaggedLayer, query: Tensor, scoring: Scoring, keys: Parts, values: Parts
-) -> tuple[Tensor, Tensor]:
+def _attention(layer: SlotLayer | RaggedLayer, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Output and probabilities of the query over the layer's slots, by the reference kernel."""
-    visible = (layer.positions() != EMPTY).unsqueeze(-2)
+    visible, written = (layer.positions() != EMPTY).unsqueeze(-2), layer.counters.written
     if isinstance(layer, RaggedLayer):
-        turned = layer.pool.slots.transform_query(query)
-        output, probabilities = attend(turned, keys, values, scoring, AttendOptions(visible))
+        where = layer.table, layer.lengths, written
+        turned, keys, values = (
+            layer.pool.slots.transform_query(query),
+            layer.pool.keys(*where),
+            layer.pool.values(*where),
+        )
+        output, probabilities = attend(turned, [keys], [values], scoring, AttendOptions(visible))
         return layer.pool.slots.restore_output(output), probabilities
     found: list[Tensor] = []
 
@@ -75,23 +76,6 @@ def _attention(
         found.append(probabilities)
         return output, probabilities
 
-    view = SlotView(reference, keys, values, layer.counters.written, visible, layer.evicted or None)
-    output = layer.attended(query, scoring, view, reads=False)
-    return output, found[0]
-
-
-def _keys(slots: Slots, parts: Parts, batch: int, query_heads: int, width: int) -> Tensor:
-    """The keys in the model's basis. A store turns queries by a linear map, so the score of the i-th unit vector is
-    the i-th number of the key that it stands for."""
-    held = read_all(parts, torch.float32)
-    unit = torch.eye(width, device=held.device).expand(batch, query_heads, width, width)
-    turned = slots.transform_query(unit).to(torch.float32)  # [B, Hq, D, D of the store]
-    group = query_heads // held.shape[1]
-    return held @ turned[:, ::group].mT
-
-
-def _values(slots: Slots, parts: Parts, group: int, heads: int) -> Tensor:
-    """The values in the model's basis: what the output would be if one slot got all attention."""
-    held = read_all(parts, torch.float32)
-    held = held.expand(-1, heads, -1, -1).repeat_interleave(group, dim=1)
-    return slots.restore_output(held).to(torch.float32)[:, ::group]
+    keys_and_values = layer.slots.key_parts(), layer.slots.value_parts()
+    view = SlotView(reference, *keys_and_values, written, visible, layer.evicted or None)
+    return layer.attended(query, scoring, view, reads=False), found[0]

@@ -16,6 +16,7 @@ from kvbench.cache.formula import kept_bytes
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.size import planned_16bit
 from kvbench.errors import UserError
+from kvbench.heap import give_back_large_blocks_at_once
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.memory import Memory
 from kvbench.measures.memory.peak import peak
@@ -90,6 +91,8 @@ def _apart(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> 
 def answer(request: Request) -> Reply:
     """Load the model and measure; runs in the subprocess."""
     torch.set_num_threads(request.threads)
+    if request.method.method.prefill_chunk is not None:
+        give_back_large_blocks_at_once()  # the heap's own growth would hide that the peak does not follow the prompt
     context = RunContext(
         load_model(request.spec), [request.method], torch.tensor(request.ids), Progress(quiet=True), request.kernel
     )

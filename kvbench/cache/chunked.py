@@ -272,6 +272,8 @@ def check_chunks(method: Method) -> None:
         reason = f"{type(store).__name__} takes its scales from the whole prompt"
     elif rule.sees_future or any(not each.from_prompt for each in rule.observations()):
         reason = "it decides by more than the prompt's own attention, after the whole prompt"
+    elif rule.merges:
+        reason = "it merges the prompt's evicted tokens into those that stay, all at once"
     elif rule.ragged_heads:
         reason = "it divides the budget between heads by the whole prompt"
     elif rule.budget is not None and not store.writable:

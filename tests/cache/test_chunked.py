@@ -305,6 +305,8 @@ def test_a_record_serves_only_its_ids() -> None:
         ("keydiff", {"budget": 64, "decode": "evict"}, "scores the whole prompt at once"),
         ("lagkv", {"budget": 300}, "scores the whole prompt at once"),
         ("r_kv", {"budget": 64}, "scores the whole prompt at once"),
+        ("cam", {"budget": 64}, "merges"),
+        ("d2o", {"budget": 64}, "merges"),
         ("recompute", {}, "no slots"),
         ("full+fp8", {}, "takes its scales from the whole prompt"),
         ("snapkv+kivi4", {"budget": 64}, "can only append"),

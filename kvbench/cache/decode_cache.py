@@ -18,7 +18,9 @@ class DecodeCache:
 
     last_logits: [B, V], the model's prediction after the prompt. prompt_tokens: the prompt's length.
     positions_processed: token positions of a row that were run through the model for this cache, the prompt's first.
-    compress_ms: wall time of building the cache.
+    compress_ms: wall time of building the cache. prefill_ms: wall time of the prompt's forwards, where the prompt was
+    read in chunks; None where the cache was built from a record, which has the time. compressed_before_last_logits:
+    whether a chunk before the prompt's last one had been compressed.
     """
 
     recomputes: ClassVar[bool] = False
@@ -26,6 +28,8 @@ class DecodeCache:
     not_captured: ClassVar[str | None] = None
     """Why this kind of cache has no step for a CUDA graph; None where it may have one."""
     compress_ms: float = 0.0
+    prefill_ms: float | None = None
+    compressed_before_last_logits: bool = False
 
     last_logits: Tensor
     prompt_tokens: int
@@ -84,7 +88,7 @@ class DecodeCache:
 
         Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
         """
-        yield self.last_logits, False
+        yield self.last_logits, self.compressed_before_last_logits
         for start in range(0, targets.shape[1] - 1, size):
             engaged = self.has_compressed
             block = targets[:, start : min(start + size, targets.shape[1] - 1)]

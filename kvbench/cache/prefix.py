@@ -227,7 +227,7 @@ class PrefixPool:
         with self._freed_on_failure(cache), kvbench_attention(model):
             for layer, slots, numbers in zip(layers, slots_of(cache), zip(*blocks, strict=True), strict=True):
                 slots.adopt(numbers, n)
-                layer.adopt(n)
+                layer.adopt(n, n)
             for piece in ids[:, n:].split(PIECE, dim=1):
                 cache.last_logits = forward(model, piece, cache, logits_to_keep=1)[:, -1].clone()
                 cache.positions_processed += piece.shape[1]

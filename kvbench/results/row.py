@@ -94,6 +94,7 @@ class Row:
     weights: str | None = None  # one of WEIGHTS
     flags: str | None = None  # names of FLAGS, sorted, separated by spaces; read with `flags_of`
     gate: float | None = None  # largest difference of the full cache to the model's own forward, share of a logit
+    prefill_chunk: int | None = None  # tokens of the prompt that were read at a time; None: all at once
 
     def __post_init__(self) -> None:
         if self.status not in ROW_STATUSES:
@@ -141,6 +142,7 @@ ROLES: dict[Role, tuple[str, ...]] = {
         "sinks",
         "window",
         "variant",
+        "prefill_chunk",
         "knobs",
     ),
     "setting": (

@@ -15,7 +15,7 @@ from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
 from kvbench.texts.answer_metrics import ANSWER_TOKENS, LONGBENCH, longbench, ruler
 from kvbench.texts.load import one_line_errors
-from kvbench.texts.prompts import Template, template_of
+from kvbench.texts.templates import Template, template_of
 
 RULER = (
     "cwe",

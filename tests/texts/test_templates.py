@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.errors import UserError
-from kvbench.texts.prompts import template_of
+from kvbench.texts.templates import template_of
 
 
 def tokenizer(template: str) -> PreTrainedTokenizerFast:

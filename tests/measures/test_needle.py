@@ -288,7 +288,7 @@ def test_what_follows_the_end_of_an_answer_does_not_count(monkeypatch: pytest.Mo
         return said(torch.tensor([TOKENIZER("= 12345")["input_ids"]] * cache.last_logits.shape[0]))
 
     monkeypatch.setattr(measured, "continuation", answer)
-    monkeypatch.setattr(measured, "is_hit", lambda text, value: text.endswith("12345"))
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(text.endswith("12345")))
     for ends, rate in (([], 1), ([TOKENIZER.convert_tokens_to_ids("=")], 0)):
         monkeypatch.setattr(measured, "end_tokens", lambda loaded, ends=ends: ends)
         assert value(rows_of(ask_needles(bench(methods("full")), settings())), "full", "hit_rate", depth=None) == rate

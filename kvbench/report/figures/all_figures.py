@@ -29,6 +29,7 @@ from kvbench.report.figures.needle_maps import needle_maps
 from kvbench.report.figures.needle_tasks import needle_tasks
 from kvbench.report.figures.pair_heat_maps import pair_heat_maps
 from kvbench.report.figures.trade_off import difference_by_size, kl_by_size, top1_by_size
+from kvbench.report.figures.turns import turns
 from kvbench.results.paired import MARGIN
 from kvbench.results.row import Row
 
@@ -155,6 +156,13 @@ FIGURES = (
         "KL by position",
         "KL against the full cache by position of the scored token; grey: the other methods; pale to full colour: "
         "smallest to largest budget",
+    ),
+    FigureKind(
+        "turns",
+        turns,
+        "Hits by turn",
+        "Share of questions answered, by turn; pale: the text is compressed before any question is known; full colour: "
+        "the first question is compressed with it, later turns ask something else; grey: the other methods",
     ),
     FigureKind(
         "latency_context",

@@ -139,7 +139,7 @@ def listed(
         found = [other(draw) for _ in range(count)]
         for line in lines:
             found.insert(int(draw.random() * (len(found) + 1)), line)
-        return "".join(found)
+        return "\n" + "".join(found)  # what fills up the prompt stands before it
 
     return several(opening, lines, items, asked)
 

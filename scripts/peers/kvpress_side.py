@@ -18,6 +18,7 @@ import torch
 from pairs import Pair, chosen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 
 def press_of(pair: Pair, ratio: float) -> Any:
@@ -66,6 +67,7 @@ def run(model: Any, press: Any, pair: Pair | None, prompt: Tensor, targets: Tens
 
 
 def main(folder: Path) -> None:
+    logging.disable_progress_bar()
     settings = json.loads((folder / "settings.json").read_text())
     ids = torch.from_numpy(np.load(folder / "tokens.npz")["ids"])
     ratio = 1 - settings["budget"] / settings["context"]

@@ -35,9 +35,9 @@ NO_POOLING = {"window": WINDOW, "pool": 1}
 NEWEST = "the newest token stays in kvbench only"
 
 PAIRS = (
-    Pair("streaming_llm", "streaming_llm", "StreamingLLMPress(ratio)", {"variant": "absolute"}),
+    Pair("streaming_llm", "streaming_llm", "StreamingLLMPress(ratio)", {"variant": "absolute", "decode": "append"}),
     Pair("tova", "tova", "TOVAPress(ratio)", {"decode": "append"}),
-    Pair("snapkv, no pooling", "snapkv", snapkv(1), NO_POOLING),
+    Pair("snapkv pool=1", "snapkv", snapkv(1), NO_POOLING),
     Pair(
         "snapkv",
         "snapkv",
@@ -46,16 +46,16 @@ PAIRS = (
         "kvpress pools by the mean of neighbours, kvbench and the authors' repository by the maximum",
     ),
     Pair(
-        "pyramid, no pooling",
+        "pyramid pool=1",
         "pyramid",
         f"PyramidKVPress(ratio, window_size={WINDOW}, kernel_size=1)",
         NO_POOLING,
         "the line from the lowest to the highest layer holds the budget in kvpress, the budget without the window in "
         "kvbench",
     ),
-    Pair("adakv, no pooling", "adakv", f"AdaKVPress({snapkv(1)})", NO_POOLING, masks=True),
+    Pair("adakv pool=1", "adakv", f"AdaKVPress({snapkv(1)})", NO_POOLING, masks=True),
     Pair(
-        "critical, no pooling",
+        "critical pool=1",
         "critical",
         f"CriticalKVPress({snapkv(1)})",
         NO_POOLING,
@@ -66,7 +66,8 @@ PAIRS = (
         "chunkkv",
         f"ChunkKVPress({snapkv(1)}, chunk_length=20)",
         {"window": WINDOW, "chunk": 20},
-        "kvpress cuts the window into chunks too and keeps whole chunks only; kvbench fills the budget",
+        "kvpress picks chunks for all heads of a layer together, cuts the window into chunks too and keeps whole ones "
+        "only; in kvbench each head picks, the window stays and the budget is filled",
     ),
     Pair("expected_attention", "expected_attention", "ExpectedAttentionPress(ratio)", differs=NEWEST),
     Pair("keydiff", "keydiff", "KeyDiffPress(ratio)", differs=NEWEST),

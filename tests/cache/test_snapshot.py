@@ -17,6 +17,7 @@ from kvbench.cache.decode_cache import DecodeCache
 from kvbench.cache.prefix import PrefixPool
 from kvbench.cache.snapshot import Snapshot, without_repeats
 from kvbench.errors import UserError
+from tests.cache.test_mla import deepseek
 from tests.shared.families import HYBRIDS, random_ids, tiny
 from tests.shared.models import random_llama
 
@@ -26,13 +27,21 @@ PROMPT, ROOM = 70, 90
 MODEL = random_llama(4, 2, 64, dtype=torch.float32)
 IDS = random_ids(2, PROMPT + ROOM)
 KNOBS = {"budget": 48}
-SLOTS = ("full", "h2o", "streaming_llm", "tova", "random", "knorm")
-STORES = ("dense", "bf16", "int8", "int2", "rot3", "turbo3", "fp8", "paged")
 ENTRIES = (
-    *(f"{rule}+{store}" for rule in SLOTS for store in STORES),
-    *(f"adakv+{store}" for store in ("dense", "int4", "rot4")),
+    "full+dense",
+    "full+bf16",
+    "full+paged",
     "full+kivi2",
     "full+kivi8",
+    "h2o+dense",
+    "h2o+int2",
+    "h2o+paged",
+    "streaming_llm+rot3",
+    "tova+int8",
+    "random+turbo3",
+    "knorm+fp8",
+    "adakv+dense",
+    "adakv+rot4",
     "snapkv",
     "pyramid",
     "recompute",
@@ -87,6 +96,14 @@ def check(model: PreTrainedModel, method: Method, ids: Tensor = IDS, kernel: str
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_restored_cache_gives_equal_bits(entry: str) -> None:
     check(MODEL, method_of(entry))
+
+
+@pytest.mark.parametrize(
+    ("layout", "entry"),
+    [("expand", "h2o"), ("latent", "full"), ("latent", "h2o+int4"), ("absorbed", "full"), ("absorbed", "h2o+int4")],
+)
+def test_latent_attention(layout: str, entry: str) -> None:
+    check(deepseek(layout=layout, dtype=torch.float32), method_of(entry))
 
 
 @pytest.mark.parametrize("entry", ["h2o+int4", "adakv", "full+kivi4"])

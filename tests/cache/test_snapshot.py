@@ -50,6 +50,8 @@ ENTRIES = (
 
 def method_of(entry: str) -> Method:
     knobs = KNOBS if entry.split("+")[0] not in ("full", "recompute") and not entry.startswith("hf_") else {}
+    if "kivi" in entry:
+        knobs = {"residual": 32}  # tokens leave the residual while the test decodes
     return load_method(entry, **knobs)
 
 
@@ -86,7 +88,7 @@ def check(model: PreTrainedModel, method: Method, ids: Tensor = IDS, kernel: str
     if not cache.replaces_tensors:
         assert {tensor.data_ptr() for _, tensor, _ in cache.buffers()} == addresses
     found = steps(model, cache, after, (1, 9, 1, 9, 9, 9, 1, 9))
-    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    assert all(torch.equal(one, same) for one, same in zip(found, want, strict=True))
     assert cache.positions_processed == plain.positions_processed
     assert cache.kept_tokens == plain.kept_tokens and cache.has_compressed == plain.has_compressed
     for layer, positions in plain.kept_positions().items():

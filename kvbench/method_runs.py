@@ -49,7 +49,7 @@ def method_runs(
 
 def base_row(loaded: LoadedModel, text: Text, seed: int, bos: tuple[int, ...]) -> Row:
     """What the rows of all methods of a run have in common."""
-    return Row(
+    row = Row(
         model=loaded.name,
         revision=loaded.revision,
         arch=loaded.arch,
@@ -64,6 +64,7 @@ def base_row(loaded: LoadedModel, text: Text, seed: int, bos: tuple[int, ...]) -
         bos="first" if bos else "none",
         tokenizer=tokenizer_hash(loaded.tokenizer),
     )
+    return with_flags(row, "unused_weights") if loaded.unused_weights else row
 
 
 def row_of(

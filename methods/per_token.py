@@ -72,6 +72,9 @@ class PerTokenSlots(Slots):
     def transform_query(self, query: Tensor) -> Tensor:
         return self.turn(query)
 
+    def restore_keys(self, key: Tensor) -> Tensor:
+        return self.turn(key)
+
     def restore_output(self, output: Tensor) -> Tensor:
         return self.turn(output)  # the matrix is symmetric, its own inverse
 

@@ -178,6 +178,35 @@ def test_frequencies_that_change_unannounced_are_refused_by_name(monkeypatch: py
         gate(loaded)
 
 
+def test_a_model_that_amplifies_rounding_is_judged_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own forwards of a text and of the text's beginning differ by 1e-4: 16 times that is allowed, but no more
+    than 1e-2; nothing is allowed to a model whose own forwards agree."""
+    model = loaded_of("llama")
+    for ours, own, allowed in ((7e-4, 1e-4, True), (2e-3, 1e-4, False), (9e-3, 1e-2, True), (2e-2, 1e-2, False)):
+        monkeypatch.setattr(gate_module, "compare", lambda *given, ours=ours: (ours, ours))
+        monkeypatch.setattr(gate_module, "own_rounding", lambda *given, own=own: own)
+        if allowed:
+            assert gate(model).difference == ours
+        else:
+            with pytest.raises(UserError, match="differs from the model's own forward"):
+                gate(model)
+
+
+def test_own_rounding_is_small_for_a_causal_model_and_large_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded_of("llama")
+    config = model.model.config
+    assert gate_module.own_rounding(model, config, 64, 32) < 1e-5
+    own = model.model.forward
+
+    def looks_ahead(input_ids: Tensor, **settings: Any) -> Any:
+        found = own(input_ids=input_ids, **settings)
+        found.logits[:, :-1] = found.logits[:, 1:].clone()
+        return found
+
+    monkeypatch.setattr(model.model, "forward", looks_ahead)
+    assert gate_module.own_rounding(model, config, 64, 32) > 1e-2
+
+
 def test_predictions_that_are_no_numbers_are_refused() -> None:
     loaded = loaded_of("llama")
     loaded.model.lm_head.weight.data.fill_(float("nan"))

@@ -93,7 +93,7 @@ def layer_plans(
         here = layer.at_home()
         plan = plan_layer(method, here, len(compressed), depth, of_layer)
         rotation = rotations[layer.index] if is_compressed else None
-        yield here, replace(plan, kernel=kernels[layer.device.type], rotate_back=rotation)
+        yield here, replace(plan, kernel=kernels[layer.device.type], rotate_back=rotation or plan.rotate_back)
 
 
 def build_layer(record: LayerRecord, plan: LayerPlan) -> Layer:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.attention import kvbench_attention
-from kvbench.cache.forward import check_ids
+from kvbench.cache.forward import check_ids, check_known
 from kvbench.cache.slots import Buffer
 from kvbench.cache.snapshot import Snapshot
 from kvbench.errors import UserError
@@ -74,6 +74,8 @@ class DecodeCache:
         kvbench.cache.counters.CacheFull past what the cache was built for; the cache is as before then.
         """
         check_ids(ids)
+        if ids.device.type == "cpu" or ids.shape[1] > 1:  # single tokens on a GPU must not wait for the device
+            check_known(model, ids)
         with torch.inference_mode(), kvbench_attention(model):
             self.check_room(ids)
             return self.run(model, ids, logits_to_keep)

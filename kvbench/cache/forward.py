@@ -67,11 +67,7 @@ def check_prompt(model: PreTrainedModel, ids: object) -> None:
     """
     check_ids(ids)
     assert isinstance(ids, Tensor)
-    size = model.get_input_embeddings().weight.shape[0]
-    smallest, largest = (int(end) for end in torch.stack(ids.aminmax()).tolist())
-    if smallest < 0 or largest >= size:
-        wrong = smallest if smallest < 0 else largest
-        raise UserError(f"ids has the token {wrong}, and this model's tokens are 0 to {size - 1}; tokenize for it")
+    check_known(model, ids)
     config = model.config.get_text_config()
     pad = getattr(config, "pad_token_id", None)
     others = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
@@ -83,3 +79,12 @@ def check_prompt(model: PreTrainedModel, ids: object) -> None:
             f"row {padded[0]} of ids begins with the pad token {pad}, and padding would be taken for text; "
             "give prompts of one length without padding, or one prompt at a time as ids[:1]"
         )
+
+
+def check_known(model: PreTrainedModel, ids: Tensor) -> None:
+    """Raise UserError for a token that has no row in the model's embedding. On a GPU this waits for the device."""
+    size = model.get_input_embeddings().weight.shape[0]
+    smallest, largest = (int(end) for end in torch.stack(ids.aminmax()).tolist())
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise UserError(f"ids has the token {wrong}, and this model's tokens are 0 to {size - 1}; tokenize for it")

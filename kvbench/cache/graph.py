@@ -19,6 +19,7 @@ from kvbench.cache.decode_cache import DecodeCache
 from kvbench.cache.forward import check_ids
 from kvbench.cache.slots import CannotCapture
 from kvbench.errors import UserError
+from kvbench.models.frequencies import frequency_change
 from kvbench.results.row import GRAPH
 
 WARM_UP = 3
@@ -48,6 +49,8 @@ def decoder_for(
         return EagerDecoder(model, cache, f"eager: {cache.not_captured}")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return EagerDecoder(model, cache, "eager: the model lies on several devices, and a graph is one device's")
+    if frequency_change(model.config.get_text_config()) is not None:
+        return EagerDecoder(model, cache, "eager: rotary frequencies change with the length, and a graph is fixed")
     if untimed <= WARM_UP:
         return EagerDecoder(model, cache, f"eager: a capture wants {WARM_UP + 1} untimed steps, of which {untimed} run")
     try:

@@ -114,5 +114,6 @@ def check_groups(
         raise UserError(f"group={group_size} for {who}; type a multiple of {SMALLEST_GROUP}, for example group=32")
     if head_dim is not None and head_dim % group_size:
         fitting = [g for g in range(SMALLEST_GROUP, head_dim + 1, SMALLEST_GROUP) if head_dim % g == 0]
-        choices = ", ".join(f"group={g}" for g in fitting) or "none fits: choose another store"
-        raise UserError(f"group={group_size} does not divide the head size {head_dim}; type one of: {choices}")
+        choices = ", ".join(f"group={g}" for g in fitting)
+        advice = f"type one of: {choices}" if fitting else f"no multiple of {SMALLEST_GROUP} does; choose another store"
+        raise UserError(f"group={group_size} does not divide the head size {head_dim}; {advice}")

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters
+from kvbench.cache.held import held_in_slots, push_queries, query_ring
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.plan import LayerPlan
+from kvbench.cache.ranking import EMPTY, ascending, first_evicted, lowest
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.rule import NO_SCORES
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer, Slots
 from kvbench.kernels.options import AttendOptions
@@ -43,16 +45,24 @@ class SlotLayer(EngineLayer):
     tokens evicted and the store quantises. All heads and batch rows keep equally many tokens.
 
     position: int32 [B, Hkv, S], the token in each slot, EMPTY where there is none. Where the rule keeps every token,
-    slot i holds token i and one row serves all heads. scores: float32 [B, Hkv, S] or None. free: int64
-    [B, Hkv, step], a stack of slots whose tokens were evicted and that are not reused yet; `counters.free` of them.
+    slot i holds token i and one row serves all heads. scores: float32 [B, Hkv, S] or None. queries: the newest ones,
+    [B, Hq, w, D], where the rule scores anew by them; else None. free: int64 [B, Hkv, n], a stack of slots whose tokens
+    were evicted and that are not reused yet; `counters.free` of them.
     """
 
-    def __init__(self, plan: LayerPlan, slots: Slots, position: Tensor, scores: Tensor | None = None) -> None:
-        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to))
+    def __init__(
+        self,
+        plan: LayerPlan,
+        slots: Slots,
+        position: Tensor,
+        scores: Tensor | None = None,
+        queries: Tensor | None = None,
+    ) -> None:
+        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to, evicts_every=plan.rule.evicts_every))
         slots.position = position
         self.plan, self.slots, self.position, self.scores = plan, slots, position, scores
         self.index, self.rule, self.kernel, self.latents = plan.index, plan.rule, plan.kernel, plan.latents
-        self.rotate_back = plan.rotate_back
+        self.rotate_back, self.queries = plan.rotate_back, queries
         self.n_sink = 0 if plan.rotate_back is None else plan.rule.sinks_in_place
         self.free = free_slots(position.shape[:2], plan, position.device)
 
@@ -159,6 +169,7 @@ class SlotLayer(EngineLayer):
         keys, values = self.slots.key_parts(), self.slots.value_parts()
         view = SlotView(self.kernel.attend, keys, values, written, visible, self.evicted or None)
         output = self.attended(query, scoring, view, self.scores is not None and self.rule.reads_attention)
+        push_queries(self.queries, query, self.latents)
         if count := self.counters.excess:
             victims = self.victims(written, self.seen - 1, count)
             self.position.scatter_(-1, victims, EMPTY)
@@ -185,9 +196,24 @@ class SlotLayer(EngineLayer):
         """Of the first `slots` slots those with the lowest priorities, [B, Hkv, count]; newest: the newest position."""
         assert self.plan.budget is not None
         position = self.position[..., :slots]
+        if self.scores is not None and self.rule.rescores:
+            return self._victims_by_new_scores(position, self.scores[..., :slots], newest, count)
         scores = NO_SCORES if self.scores is None else self.scores[..., :slots]
         priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
         return lowest(priority, position, count)
+
+    def _victims_by_new_scores(self, position: Tensor, scores: Tensor, newest: int, count: int) -> Tensor:
+        """`victims` of a rule that scores all tokens anew; their scores are kept."""
+        plan = self.plan
+        assert plan.budget is not None and plan.scoring is not None
+        kept = plan.budget + count
+        held, slot = held_in_slots(
+            self.slots, position, scores, kept, newest + 1, self.queries, plan.scoring, plan.rotate_back
+        )
+        new = self.rule.scores_at_eviction(held).to(scores.dtype)
+        scores.scatter_(-1, slot, new)
+        priority = self.rule.priority(new, held.position, newest, plan.budget, self.index)
+        return slot.gather(-1, first_evicted(priority, count))
 
     def _visible(self, q: int, scoring: Scoring) -> Tensor | None:
         """Which slots each of the q newest tokens sees, [B, Hkv, q, S]; None where all see all."""
@@ -213,6 +239,8 @@ class SlotLayer(EngineLayer):
         yield Buffer("positions", self.free, 1.0)
         if self.scores is not None:
             yield Buffer("scores", self.scores, self.kept / self.capacity)
+        if self.queries is not None:
+            yield Buffer("queries", self.queries, 1.0)
 
 
 def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> SlotLayer:
@@ -227,7 +255,8 @@ def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> Sl
     # A cache that only appends after its prompt decides nothing any more and needs no scores.
     keeps_scores = scores is not None and plan.evicts_to is not None
     held = torch.zeros(lead, device=shape.device) if keeps_scores else None
-    layer = SlotLayer(plan, plan.store.allocate(shape), position, held)
+    queries = query_ring(record, plan.rule.observations()) if keeps_scores and plan.rule.rescores else None
+    layer = SlotLayer(plan, plan.store.allocate(shape), position, held, queries)
     layer.fill(
         rows_at(record.key, kept),
         rows_at(record.value, kept),
@@ -246,8 +275,8 @@ def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def free_slots(lead: tuple[int, ...], plan: LayerPlan, device: torch.device) -> Tensor:
-    """An empty stack of free slots, int64 [B, Hkv, step]; without width where the layer never evicts."""
-    return torch.zeros(*lead, 0 if plan.evicts_to is None else plan.step, dtype=torch.int64, device=device)
+    """An empty stack of free slots, int64 [B, Hkv, n]; without width where the layer never evicts."""
+    return torch.zeros(*lead, plan.most_evicted, dtype=torch.int64, device=device)
 
 
 def push(free: Tensor, counters: Counters, victims: Tensor) -> None:
@@ -255,13 +284,6 @@ def push(free: Tensor, counters: Counters, victims: Tensor) -> None:
     count = victims.shape[-1]
     free[..., counters.free : counters.free + count] = victims
     counters.evict(count)
-
-
-def ascending(position: Tensor) -> Tensor:
-    """Positions [B, Hkv, S] in ascending order, int64, EMPTY ones last."""
-    never = torch.iinfo(torch.int32).max
-    ordered = position.masked_fill(position == EMPTY, never).sort(-1).values
-    return ordered.masked_fill(ordered == never, EMPTY).long()
 
 
 def shared_by_heads(probabilities: Tensor, heads: int) -> Tensor:

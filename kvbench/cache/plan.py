@@ -10,6 +10,7 @@ from kvbench.cache.rule import KeepRule, SlidingWindow
 from kvbench.cache.slots import SlotShape
 from kvbench.cache.store import Store
 from kvbench.kernels import REFERENCE, Kernel
+from kvbench.kernels.prefill import Scoring
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class LayerPlan:
     index: the layer, as the model counts. rule, store: of this layer; a sliding-window layer has its own. budget:
     tokens of the prompt that each KV head keeps, the mean where heads differ; None: all. max_new_tokens: tokens that
     will be fed after the prompt, at most. step: most tokens of one forward. kernel: decode attention. rotate_back:
-    takes positions off a query, where the rule counts positions inside the cache. latents: of latent attention.
+    takes positions off a query, where the rule needs that. scoring: how the layer scores. latents: of latent attention.
     """
 
     index: int
@@ -31,11 +32,17 @@ class LayerPlan:
     kernel: Kernel = REFERENCE
     rotate_back: RotateBack | None = None
     latents: Latents | None = None
+    scoring: Scoring | None = None
 
     @property
     def evicts_to(self) -> int | None:
-        """Tokens that decode keeps between steps by evicting; None where decode only appends."""
+        """Tokens that decode keeps when it evicts; None where decode only appends."""
         return self.budget if self.rule.holds_budget else None
+
+    @property
+    def most_evicted(self) -> int:
+        """Tokens that one eviction gives up, at most; 0 where decode only appends."""
+        return 0 if self.evicts_to is None else self.rule.evicts_every - 1 + self.step
 
     @property
     def has_positions(self) -> bool:
@@ -44,7 +51,7 @@ class LayerPlan:
 
     def slots_for(self, kept: int) -> int:
         """Slots of a head that keeps `kept` tokens of the prompt."""
-        return slots_needed(kept, self.evicts_to, self.max_new_tokens, self.step)
+        return slots_needed(kept, self.evicts_to, self.max_new_tokens, self.step, self.rule.evicts_every)
 
     @property
     def room(self) -> int:
@@ -70,13 +77,17 @@ def plan_layer(
     store = store_of(record, method, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])
     budget = rule.layer_tokens(record.key.shape[2], record.index if depth is None else depth, layers)
-    return LayerPlan(record.index, rule, store, budget, latents=latents)
+    rotation = record.rotation
+    return LayerPlan(record.index, rule, store, budget, rotate_back=rotation, latents=latents, scoring=record.scoring)
 
 
-def slots_needed(kept: int, evicts_to: int | None, new_tokens: int, step: int = 1) -> int:
-    """Slots for `kept` tokens and `new_tokens` more, fed `step` at a time; None: no token is evicted."""
+def slots_needed(kept: int, evicts_to: int | None, new_tokens: int, step: int = 1, every: int = 1) -> int:
+    """Slots for `kept` tokens and `new_tokens` more, fed `step` at a time; None: no token is evicted.
+
+    every: `KeepRule.evicts_every`.
+    """
     planned = kept + new_tokens
-    return planned if evicts_to is None else min(planned, evicts_to + step)
+    return planned if evicts_to is None else min(planned, evicts_to + every - 1 + step)
 
 
 def slot_shape(record: LayerRecord, slots: int, step: int = 1) -> SlotShape:

@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.cache.counters import Counters
-from kvbench.cache.layer import ascending, free_slots, push
+from kvbench.cache.layer import free_slots, push
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.plan import LayerPlan
 from kvbench.cache.pool import Pool, blocks_for
+from kvbench.cache.ranking import EMPTY, ascending, lowest
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.rule import NO_SCORES
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer
 from kvbench.kernels.options import AttendOptions

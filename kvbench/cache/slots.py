@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters, DeviceCounters
-from kvbench.kernels.parts import Part, is_packed
+from kvbench.kernels.parts import Part, is_packed, read_all
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,17 @@ class Slots:
     def restore_output(self, output: Tensor) -> Tensor:
         """The output [B, Hq, q, Dv] in the model's basis, from the basis that the values are held in."""
         return output
+
+    def restore_keys(self, key: Tensor) -> Tensor:
+        """Keys [B, Hkv, n, D] in the model's basis, from the basis that they are held in."""
+        if type(self).transform_query is not Slots.transform_query:
+            raise TypeError(f"{type(self).__name__} defines `transform_query`; define `restore_keys` as well")
+        return key
+
+    def read_back(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots 0 .. length - 1 as `fill` takes them, from what is held: float32."""
+        key, value = (read_all(parts, torch.float32) for parts in (self.key_parts(), self.value_parts()))
+        return self.restore_keys(key), self.restore_output(value)
 
     @property
     def has_quantised(self) -> bool:

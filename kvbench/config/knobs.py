@@ -10,6 +10,9 @@ KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "wi
 OTHER_KNOBS = (
     "decode",
     "pool",
+    "buffer",
+    "mix_lambda",
+    "threshold",
     "chunk",
     "block",
     "beta",

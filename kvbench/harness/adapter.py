@@ -34,10 +34,12 @@ IDLE = ("top_k", "top_p", "min_p")
 @dataclass
 class Counts:
     """What happened since the last `take`: tokens scored or generated, those of them that were predicted after an
-    eviction or a quantisation, tokens kept at the end of each request, and contexts that were cut on the left."""
+    eviction or a quantisation, and those predicted by logits that were not finite; tokens kept at the end of each
+    request, and contexts that were cut on the left."""
 
     predicted: int = 0
     engaged: int = 0
+    not_finite: int = 0
     kept: list[float] = field(default_factory=list)
     cut: int = 0
 
@@ -168,7 +170,7 @@ class KVBenchLM(TemplateLM):
         answer: list[int] = []
         while True:
             token = int(logits.argmax(-1))
-            self._count()
+            self._count(logits)
             if token in self._ends:
                 break
             answer.append(token)
@@ -203,7 +205,7 @@ class KVBenchLM(TemplateLM):
         """Log-likelihood of the tokens that follow, in nats, and whether greedy decoding would give just them."""
         total, greedy = 0.0, True
         for i, token in enumerate(continuation):
-            self._count()
+            self._count(logits)
             total += float(logits.float().log_softmax(-1)[token])
             greedy &= int(logits.argmax(-1)) == token
             if i + 1 < len(continuation):
@@ -211,10 +213,11 @@ class KVBenchLM(TemplateLM):
         self.counts.kept.append(cache.kept_tokens)
         return total, greedy
 
-    def _count(self) -> None:
-        """One more token is predicted."""
+    def _count(self, logits: Tensor) -> None:
+        """One more token is predicted by logits [V]; an entry of -inf is ruled out and counts as finite."""
         self.counts.predicted += 1
         self.counts.engaged += self._compressed_before
+        self.counts.not_finite += not bool(logits.float().logsumexp(-1).isfinite())
 
     def _fitting(self, context: list[int], later: int) -> list[int]:
         """The end of a context that leaves the model positions for `later` more tokens."""

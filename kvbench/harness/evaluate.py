@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,7 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[MethodRun, KVBenchLM]]
     import lm_eval
 
     full: dict[tuple[str, str], list[float]] = {}
+    full_is_finite = True
     said: dict[str, Any] = {}
     for method, model in pairs:
         model.take()
@@ -133,7 +135,10 @@ def _task(folder: RunFolder, task: str, pairs: list[tuple[MethodRun, KVBenchLM]]
             note=_note(found, counts, asked),
             bos="first" if model.adds_bos else "none",
         )
-        folder.add([*score_rows(base, found, full, is_baseline=method is pairs[0][0]), *_counted(base, task, counts)])
+        is_baseline = method is pairs[0][0]
+        full_is_finite = full_is_finite and not (is_baseline and counts.not_finite)
+        scores = score_rows(base, found, full, is_baseline)
+        folder.add([*only_finite(scores, not counts.not_finite, full_is_finite), *_counted(base, task, counts)])
         folder.add_samples(_samples(method, found))
         said[method.label] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
         write_atomic(folder.path / f"{task.replace('/', '_')}.{RESULTS}", to_json(said))
@@ -172,6 +177,16 @@ def score_rows(
             yield replace(here, **_interval(known if complete else [], value, error))
             if paired and not is_baseline:
                 yield _minus_full(replace(here, metric=f"{metric}_minus_full"), known, theirs, higher)
+
+
+def only_finite(rows: Iterable[Row], finite: bool, full_is_finite: bool) -> Iterator[Row]:
+    """The rows; without a value and flagged where logits of the method, or of the full cache that a difference is
+    taken to, were not finite: a likelihood or an answer of such logits says nothing."""
+    for row in rows:
+        if finite and (full_is_finite or not (row.metric or "").endswith("_minus_full")):
+            yield row
+        else:
+            yield with_flags(replace(row, value=math.nan, low=None, high=None), "not_finite")
 
 
 def _minus_full(base: Row, known: list[float], full: list[float], higher_is_better: bool | None) -> Row:

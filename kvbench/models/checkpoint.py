@@ -235,6 +235,11 @@ def advice(spec: ModelSpec, error: Exception) -> str:
         return (
             f"its weights have other shapes than config.json says ({text[:200]}); give the config that belongs to them"
         )
+    if "automatic conversion of the weights" in text:
+        return (
+            "transformers cannot convert its weights, whose shapes do not fit config.json's quantization_config; "
+            "give a checkpoint in 16 bits"
+        )
     if isinstance(error, UnpicklingError | EOFError | BadZipFile) or any(sign in text for sign in BROKEN_PICKLE):
         return f"its weights file is damaged or truncated ({text[:100]}); download it again"
     if "trust_remote_code" in text:

@@ -65,7 +65,7 @@ class LoadedModel(ModelShape):
         weights = RANDOM_WEIGHTS if self.source == "random" else None
         unused = (
             f"{len(self.unused_weights)} weights of the checkpoint are not used, as {self.unused_weights[0]}"
-            if (self.unused_weights)
+            if self.unused_weights
             else None
         )
         return "; ".join(filter(None, (weights, unused, self.note, super().remark))) or None

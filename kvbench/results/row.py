@@ -29,6 +29,7 @@ FLAGS = {
     "not_finite": "logits were not finite",
     "not_computed": "left out, because what it is computed from does not allow it; the note says why",
     "sees_future": "the method knows the tokens to come: a bound to compare with, not a method to use",
+    "unused_weights": "the checkpoint holds weights that the model has no place for",
     "untrusted": "the full cache differs from the model's own forward",
 }
 """What a reader must know about a number before comparing it. Columns carry flags, notes are for people only."""

@@ -151,13 +151,15 @@ def launcher_of(words: Sequence[str]) -> str | None:
 
 def check_hydra_folders(words: Sequence[str]) -> None:
     """Raise UserError for a folder of Hydra's own that cannot be made, before Hydra tries to."""
-    for word in words:
-        key, _, value = word.partition("=")
-        folder = value.strip("'\"")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and value:
-            check_writable(folder, key)
-        if key == "hydra.sweep.subdir" and os.path.isabs(folder):  # a relative one lies in hydra.sweep.dir
-            check_writable(folder, key)
+    given = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words) if value}
+    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+        if key in given:
+            check_writable(given[key], key)
+    subdir = given.get("hydra.sweep.subdir", "")
+    if ".." in Path(subdir).parts:
+        raise UserError(f"hydra.sweep.subdir '{subdir}' leaves the sweep's own folder; type a name without ..")
+    if os.path.isabs(subdir):  # a relative one lies in hydra.sweep.dir
+        check_writable(subdir, "hydra.sweep.subdir")
 
 
 def expand(words: Sequence[str], sources: ConfigSources) -> list[list[str]]:

@@ -132,8 +132,16 @@ def test_and_after_an_exception(attention: str) -> None:
     with pytest.raises(UserError):
         cache_of(model, outside)
     cache = cache_of(model, ids)
-    with pytest.raises(IndexError):
+    with pytest.raises(UserError, match="the token 10000, and this model's tokens are 0 to 96"):
         step(model, outside[:, 3:4], cache)
+
+    def breaks_off(*given: object) -> None:
+        raise RuntimeError("in the model")
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(breaks_off)
+    with pytest.raises(RuntimeError, match="in the model"):
+        step(model, random_ids(1, 1), cache)
+    hook.remove()
     assert model.config._attn_implementation == attention
     assert cache.get_seq_length() == cache.positions_processed == 20
 

@@ -59,6 +59,9 @@ SMALL = {
     "variant": ("in_cache", "absolute"),
     "weigh": ("attention", "output"),
     "chunk": (1, 4, 9),
+    "buffer": (1, 2, 7),
+    "mix_lambda": (0.1, 0.5, 1.0),
+    "threshold": (0.1, 0.5),
     "group_size": (8, 16),
     "protect_first": (None, None, 3),
     "protect_last": (None, None, 4),
@@ -215,6 +218,7 @@ def check(case: Case) -> None:
         theta,
         n,
         1e-6 if exact else 1e-4,
+        turn,
     )
     at = n
     for q in case.steps:

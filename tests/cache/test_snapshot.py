@@ -44,6 +44,7 @@ ENTRIES = (
     "adakv+rot4",
     "snapkv",
     "pyramid",
+    "r_kv",
     "recompute",
 )
 

@@ -208,7 +208,7 @@ def test_the_command_says_what_does_not_hold(
     [
         (16, "group=32 does not divide the head size 16; type one of: group=8, group=16"),
         (80, "group=32 does not divide the head size 80"),
-        (100, "group=32 does not divide the head size 100"),
+        (100, "group=32 does not divide the head size 100; no multiple of 8 does; choose another store"),
         (120, "group=32 does not divide the head size 120; type one of: group=8, group=24"),
     ],
 )

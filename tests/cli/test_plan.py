@@ -78,7 +78,9 @@ def measured(model: PreTrainedModel, method: Method, ids: torch.Tensor, new: int
 def of(model: PreTrainedModel) -> Planned:
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Planned(config.num_key_value_heads, head, head, layer_windows(config), model.dtype)
+    heads = config.num_key_value_heads
+    windows, queries = layer_windows(config), config.num_attention_heads
+    return Planned(heads, head, head, windows, model.dtype, query_heads=queries)
 
 
 def every_method() -> dict[str, Method]:

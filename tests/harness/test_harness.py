@@ -26,7 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from kvbench.cache.store import DenseStore
 from kvbench.harness.__main__ import main
 from kvbench.harness.adapter import KVBenchLM, cut_at, generation_of
-from kvbench.harness.evaluate import rows_of
+from kvbench.harness.evaluate import only_finite, score_rows
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.report.__main__ import main as report
 from kvbench.report.compare.warnings import find_warnings
@@ -224,6 +224,29 @@ CHOICE, ANSWER = (
 DOCUMENTS = [{"question": prose(50, i), "choices": [" one", " or two", "!"], "answer": i % 3} for i in range(4)]
 
 
+def test_logits_that_are_not_finite_leave_no_score(tiny: LoadedModel) -> None:
+    broken = random_llama(4, 2, 16, vocab=len(CHARACTERS) + 1)
+    model = lm(loaded(broken, tokenizer()), "full")
+    ask(model, "loglikelihood", (CONTEXT, CONTINUATION))
+    ask(model, "generate_until", (CONTEXT, {"max_gen_toks": 4, "until": []}))
+    assert model.take().not_finite == 0
+    broken.lm_head.weight.data[3] = float("nan")
+    ask(model, "loglikelihood", (CONTEXT, CONTINUATION))
+    ask(model, "generate_until", (CONTEXT, {"max_gen_toks": 4, "until": []}))
+    counts = model.take()
+    assert counts.not_finite == counts.predicted > len(CONTINUATION)
+
+
+def test_rows_of_logits_that_are_not_finite_are_flagged() -> None:
+    rows = [Row(metric="acc", value=1.0, low=0.5, high=1.0), Row(metric="acc_minus_full", value=0.0)]
+    for finite, full_is_finite, left_out in ((True, True, []), (False, True, [0, 1]), (True, False, [1])):
+        for i, (before, after) in enumerate(zip(rows, only_finite(rows, finite, full_is_finite), strict=True)):
+            if i in left_out:
+                assert np.isnan(after.value) and after.low is None and after.flags == "not_finite"
+            else:
+                assert after == before
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with tasks of local files and a tiny model with its tokenizer."""
@@ -346,15 +369,15 @@ def found_of(values: list[float], higher: bool = True) -> dict[str, Any]:
 
 
 def test_scores_above_full_are_doubted_and_those_of_a_blind_full_cache_are_uninformative() -> None:
-    for higher, said in ((True, "better than full beyond the interval"), (False, None)):
+    for higher, said in ((True, "better_than_full"), (False, None)):
         full: dict[tuple[str, str], list[float]] = {}
-        list(rows_of(Row(), found_of([0.0] * 6 + [1.0] * 6, higher), full, is_baseline=True))
-        score, difference = rows_of(Row(), found_of([1.0] * 12, higher), full, is_baseline=False)
-        assert (score.note, difference.note) == (None, said)
+        list(score_rows(Row(), found_of([0.0] * 6 + [1.0] * 6, higher), full, is_baseline=True))
+        score, difference = score_rows(Row(), found_of([1.0] * 12, higher), full, is_baseline=False)
+        assert (score.flags, difference.flags) == (None, said)
     full = {}
-    (blind,) = rows_of(Row(method="full", store="dense"), found_of([0.0] * 4), full, is_baseline=True)
-    rows = list(rows_of(Row(method="h2o"), found_of([0.0] * 4), full, is_baseline=False))
-    assert {row.note for row in (blind, *rows)} == {"uninformative: the full cache finds none of these"}
+    (blind,) = score_rows(Row(method="full", store="dense"), found_of([0.0] * 4), full, is_baseline=True)
+    rows = list(score_rows(Row(method="h2o"), found_of([0.0] * 4), full, is_baseline=False))
+    assert {row.flags for row in (blind, *rows)} == {"uninformative"}
     assert rows[1].value == 0 and rows[1].low is not None and rows[1].low < 0  # four pairs prove little
     told = find_warnings([replace(blind, measure="harness")])
     same = [finding.text for finding in told if finding.kind == "uninformative"]

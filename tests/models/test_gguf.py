@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from gguf import GGUFValueType, GGUFWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvbench.cli.downloads import rebuild
 from kvbench.errors import UserError
 from kvbench.models.load import describe, load_model, model_spec
 
@@ -145,3 +147,10 @@ def test_what_cannot_be_taken_over_is_refused(tmp_path: Path, keys: dict[str, An
     with pytest.raises(UserError, match=why) as refused:
         describe(model_spec({"path": str(path)}))
     assert "\n" not in str(refused.value)
+
+
+def test_a_folder_is_not_made_of_a_file_whose_rotary_scaling_it_would_lose(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", llama(LINEAR), {f"{SCALING}type": "linear", f"{SCALING}factor": 4.0})
+    checksum = hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest()
+    with pytest.raises(UserError, match="scales its rotary embedding, which a model folder made from it would lose"):
+        rebuild(tmp_path, checksum)

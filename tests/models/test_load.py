@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from kvbench.cache.build import Method, build_cache
 from kvbench.cache.decode import generate
 from kvbench.errors import UserError
 from kvbench.hub import hub_reachable
+from kvbench.method_runs import base_row
 from kvbench.methods.h2o import H2O
 from kvbench.methods.per_token import PerToken
 from kvbench.models.load import LoadedModel, describe, load_model, load_tokenizer, model_spec
 from kvbench.models.shape import shape_of
-from kvbench.texts.load import load_text
+from kvbench.texts.load import Text, load_text
 from kvbench.texts.tokens import tokenize
 from tests.shared.models import TINY, random_llama
 
@@ -274,6 +276,23 @@ def test_a_config_of_other_shapes_is_one_line(folder: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_fp8_blocks_that_do_not_divide_a_weight_are_one_line(folder: Path) -> None:
+    """64 rows in blocks of 24, as in a checkpoint with an odd number of rows."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        rows, columns = (-(-size // 24) for size in weights[name].shape)
+        weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(rows, columns)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(UserError, match="shapes do not fit config.json's quantization_config") as refused:
+        load_folder(folder)
+    assert "\n" not in str(refused.value)
+
+
 def test_weights_that_the_model_has_no_place_for_are_a_fact_of_the_model(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -283,6 +302,11 @@ def test_weights_that_the_model_has_no_place_for_are_a_fact_of_the_model(folder:
     loaded = load_folder(folder)
     assert loaded.unused_weights == ("model.extra.weight",)
     assert "1 weights of the checkpoint are not used, as model.extra.weight" in (loaded.remark or "")
+    text = Text("essays", "", "")
+    assert [base_row(model, text, 0, ()).flags for model in (loaded, replace(loaded, unused_weights=()))] == [
+        "unused_weights",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.hadamard import hadamard
+from kvbench.cache.held import HeldTokens
+from kvbench.cache.observe import RecentQueries
+from kvbench.cache.rotary import RotateBack
 from kvbench.cache.rule import NO_SCORES, KeepRule
 from kvbench.cache.store import DenseStore, SlotShape, Store
 from kvbench.kernels.parts import read_all
@@ -62,6 +65,11 @@ class Reading:
 
     def back(self, output: Tensor) -> Tensor:
         return output if self.twin is None else self.twin.restore_output(output)
+
+    def in_model_basis(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows so far, as the model made them but for what the store loses: float32."""
+        key, value = (x.float() for x in self.rows())
+        return (key, value) if self.twin is None else (self.twin.restore_keys(key), self.twin.restore_output(value))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, n, D], as `turned` queries and `back` outputs expect them."""
@@ -113,7 +121,9 @@ class SlowLayer:
         theta: float,
         prompt: int,
         tolerance: float,
+        rotation: RotateBack | None = None,
     ) -> None:
+        self.rotation = rotation
         self.rule, self.reading, self.budget, self.layer, self.scoring = rule, reading, budget, layer, scoring
         self.position, self.alive, self.scores = kept, torch.ones_like(kept, dtype=torch.bool), scores
         self.theta, self.seen, self.tolerance = theta, prompt, tolerance
@@ -138,7 +148,7 @@ class SlowLayer:
         self.seen += q
         if self.scores is not None and self.rule.reads_attention:
             self.scores = self.rule.updated_scores(self.scores, probabilities).double()
-        fault = self._evict(engine_kept)
+        fault = self._evict(tokens, engine_kept)
         self.reading.settle()
         return output, fault
 
@@ -167,9 +177,32 @@ class SlowLayer:
             output[:, head] = weights @ values[:, kv]
         return torch.stack(every, 1).unflatten(1, (-1, group)), self.reading.back(output)
 
-    def _evict(self, engine_kept: object) -> str | None:
+    def _score_anew(self, tokens: Tokens) -> None:
+        """The rule's scores of the tokens that are alive, oldest first, from the rows that attention reads."""
+        batch, heads, _ = self.alive.shape
+        rows = self.alive.nonzero()[:, 2].view(batch, heads, -1)
+        wide = rows.unsqueeze(-1)
+        key, value = (x.gather(2, wide.expand(-1, -1, -1, x.shape[-1])) for x in self.reading.in_model_basis())
+        count = next((each.count for each in self.rule.observations() if isinstance(each, RecentQueries)), 0)
+        query = tokens.query[:, :, self.seen - count : self.seen].float() if count else None
+        assert self.scores is not None
+        held = HeldTokens(
+            key,
+            value,
+            self.position.gather(-1, rows),
+            self.scores.gather(-1, rows).float(),
+            self.seen,
+            query,
+            self.scoring,
+            self.rotation,
+        )
+        self.scores.scatter_(-1, rows, self.rule.scores_at_eviction(held).double())
+
+    def _evict(self, tokens: Tokens, engine_kept: object) -> str | None:
         count = int(self.alive[0, 0].sum())
-        if self.budget is not None and count > self.budget:
+        if self.budget is not None and count >= self.budget + self.rule.evicts_every:
+            if self.rule.rescores:
+                self._score_anew(tokens)
             known = NO_SCORES if self.scores is None else self.scores.float()
             worth = self.rule.priority(known, self.position, self.seen - 1, self.budget, self.layer).double()
         else:

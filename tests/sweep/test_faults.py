@@ -93,6 +93,7 @@ def test_a_closed_stdout_and_a_folder_with_a_space_lose_nothing(tmp_path: Path) 
         (["hydra.run.dir=/dev/null"], "'/dev/null' is a file"),
         (["-m", "hydra.sweep.dir=/proc/x"], "hydra.sweep.dir '/proc/x' cannot be written"),
         (["-m", "hydra.sweep.subdir=/proc/x"], "hydra.sweep.subdir '/proc/x' cannot be written"),
+        (["-m", "hydra.sweep.subdir=../x"], "hydra.sweep.subdir '../x' leaves the sweep's own folder"),
         (["hydra=3"], "hydra=3: Hydra's settings are set one by one"),
         (["skip_larger=[true]"], "skip_larger=[True] is not true or false"),
     ],

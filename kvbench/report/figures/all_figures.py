@@ -20,6 +20,7 @@ from kvbench.report.compare.window_intervals import window_intervals
 from kvbench.report.compare.window_samples import WindowSample
 from kvbench.report.figures.bars import bandwidth_bars, memory_parts, speed_bars
 from kvbench.report.figures.by_context import bytes_by_context, tpot_by_context
+from kvbench.report.figures.error_maps import error_maps
 from kvbench.report.figures.gap_closed import gap_closed_dots
 from kvbench.report.figures.kept_tokens import kept_figures
 from kvbench.report.figures.layout import Plot, styled
@@ -189,6 +190,12 @@ LOSS_BY_WINDOW = (
     "NLL above the full cache's for every window, sorted; grey: the other methods. A small mean may hide a few windows "
     "with a large loss",
 )
+ERROR_MAPS = (
+    "error_maps",
+    "Error of the attention output",
+    "Norm of the attention output's difference from exact attention, as a share of the exact output's norm, by layer "
+    "and KV head; mean over windows; logarithmic colours",
+)
 METHOD_PAIRS = (
     "method_pairs",
     "Methods compared pairwise",
@@ -221,6 +228,7 @@ def draw_all(
         for (name, title, caption), draw in (
             (METHOD_PAIRS, partial(pair_heat_maps, families)),
             (LOSS_BY_WINDOW, partial(loss_by_window, samples)),
+            (ERROR_MAPS, partial(error_maps, runs)),
         ):
             if (plot := draw()) is not None:
                 drawn.append(_drawn(plot, folder, name, title, caption, main=name == METHOD_PAIRS[0]))

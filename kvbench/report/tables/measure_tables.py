@@ -32,6 +32,7 @@ from kvbench.report.tables.columns import (
     status_column,
     verdict_column,
 )
+from kvbench.report.tables.error_predictors import error_predictors_table
 from kvbench.report.tables.headlines import COUNTS, RETIRED, SMALLER, WINDOWS, Recorded, headlines_of, reading_order
 from kvbench.report.tables.method_pairs import method_pairs_table
 from kvbench.report.tables.needle_tables import needle_tables
@@ -86,6 +87,8 @@ def build_tables(
             tables.append(_by_text_table(measure, by_text, evidence, mixed_origins(by_text, origins)))
         if parts := _parts_table(measure, lines, origin):
             tables.append(parts)
+        if measure == "error" and (predicting := error_predictors_table(lines, origin)):
+            tables.append(predicting)
         if measure == "perplexity" and (pairs := method_pairs_table(evidence.families, origin)):
             tables.append(pairs)
     return tables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.engine
 PROMPT, ROOM = 70, 90
 MODEL = random_llama(4, 2, 64, dtype=torch.float32)
 IDS = random_ids(2, PROMPT + ROOM)
-KNOBS = {"budget": 48}
+KNOBS: dict[str, Any] = {"budget": 48}
 ENTRIES = (
     "full+dense",
     "full+bf16",
@@ -53,6 +54,8 @@ def method_of(entry: str) -> Method:
     knobs = KNOBS if entry.split("+")[0] not in ("full", "recompute") and not entry.startswith("hf_") else {}
     if "kivi" in entry:
         knobs = {"residual": 32}  # tokens leave the residual while the test decodes
+    if entry == "r_kv":
+        knobs = {"budget": 48, "buffer": 16}  # and tokens are evicted
     return load_method(entry, **knobs)
 
 

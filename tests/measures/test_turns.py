@@ -192,17 +192,16 @@ def test_a_failure_of_one_method_leaves_the_others(monkeypatch: pytest.MonkeyPat
 def test_a_rule_that_knows_one_question_fails_at_the_next_and_a_replay_does_not(
     smollm2: LoadedModel, essays_folder: Path
 ) -> None:
-    """The first question is compressed with the text. Hit rates of 5 texts, turn 1 and turn 2: the full cache 80% and
-    80%, kvzip the same, snapkv 60% and 0%."""
+    """The first question is compressed with the text, a third of which stays."""
     text = "".join(file.read_text() for file in sorted(essays_folder.glob("*.txt"))[:8])
     tokens = torch.tensor(smollm2.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    kvzip = load_method("kvzip", budget=160)
+    kvzip = load_method("kvzip", budget=128)
     named = {
         "full": NAMED["full"],
-        "snapkv": load_method("snapkv", budget=64, window=9, pool=15),
+        "snapkv": load_method("snapkv", budget=128, window=9, pool=15),
         "kvzip": dataclasses.replace(kvzip, rule=kvzip.rule.for_tokenizer(smollm2.tokenizer)),
     }
-    asked = Turns(lengths=[384], turns=2, samples=5, question=["before"])
+    asked = Turns(lengths=[384], turns=2, samples=4, question=["before"])
     rows = rows_of(ask_turns(run_context_of(smollm2.model, named, tokens, smollm2.tokenizer), asked))
     first, later = ({name: value(rows, name, f"hit_rate_{turn}") for name in named} for turn in ("first", "later"))
     assert first["full"] >= 0.8 and later["full"] >= 0.8

@@ -22,8 +22,8 @@ COLUMNS = {
     "hit_rate": ("all turns", 0),
     "hit_rate_first": ("turn 1", 0),
     "hit_rate_later": ("later turns", 0),
-    "later_minus_first": ("later above turn 1", 1),
-    "hit_rate_minus_full": ("above full", 2),
+    "later_minus_first": ("later above turn 1, points", 1),
+    "hit_rate_minus_full": ("above full, points", 2),
 }
 """By metric: the header, and which columns a narrow terminal leaves out first."""
 DIFFERENCES = ("later_minus_first", "hit_rate_minus_full")
@@ -32,8 +32,7 @@ DIFFERENCES = ("later_minus_first", "hit_rate_minus_full")
 def turn_tables(lines: Sequence[Line], origin: Sequence[str]) -> list[Table]:
     """A table for each task and mode. origin: parts of the caption on versions and machines."""
     protocols = dict.fromkeys(line.row.protocol for line in lines)
-    tables = [_table(name, [line for line in lines if line.row.protocol == name], origin) for name in protocols]
-    return tables
+    return [_table(name, [line for line in lines if line.row.protocol == name], origin) for name in protocols]
 
 
 def _table(protocol: str | None, lines: Sequence[Line], origin: Sequence[str]) -> Table:

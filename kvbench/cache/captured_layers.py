@@ -82,9 +82,12 @@ class CapturedLayer(EngineLayer):
         layer, device = self.layer, self.device
         newest = cast(int, device.seen)  # rules only compute with it
         victim = layer.victims(layer.capacity, newest, 1)
+        unused = torch.where(device.over, victim, device.newest + 1)
+        if layer.carried is not None:
+            layer.merge(victim, self.slots.key_parts(), self.slots.value_parts(), unused, device.over)
         position = layer.position.gather(-1, victim)
         layer.position.scatter_(-1, victim, torch.where(device.over, EMPTY, position))
-        self.slot.copy_(torch.where(device.over, victim, device.newest + 1))
+        self.slot.copy_(unused)
 
     def flush(self) -> None:
         """Evict a block where the layer evicts blocks; else quantise what the slots have to."""
@@ -117,6 +120,8 @@ class CapturedLayer(EngineLayer):
         """Tensors that a step changes, except slots that had not been written before it."""
         layer = self.layer
         own = [layer.free, layer.position] if layer.plan.has_positions else [layer.free]
+        if layer.carried is not None:  # merging overwrites any slot
+            own += [layer.carried, *(buffer.tensor for buffer in layer.slots.buffers(0))]
         return [*own, *(tensor for tensor in (layer.scores, layer.queries) if tensor is not None)]
 
 
@@ -141,7 +146,8 @@ class CapturedRagged(EngineLayer):
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["CapturedRagged", Tensor]:
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and return the layer itself in place of keys."""
         lengths = self.layer.lengths
-        slot = self.slot if self.evicts else lengths.unsqueeze(-1)
+        behind = lengths.unsqueeze(-1)
+        slot = torch.where(self.layer.grows[:, None], behind, self.slot) if self.evicts else behind
         self.layer.put(slot, self.position.to(torch.int32), key, value)
         lengths.copy_(torch.maximum(lengths, slot.squeeze(-1) + 1))
         return self, value

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvbench.cache.counters import Counters
 from kvbench.cache.held import held_in_slots, push_queries, query_ring
 from kvbench.cache.layer_base import EngineLayer
+from kvbench.cache.merge import Evicted, changed_slots, merge_prompt, only_where
 from kvbench.cache.plan import LayerPlan
 from kvbench.cache.ranking import EMPTY, ascending, first_evicted, lowest
 from kvbench.cache.record import LayerRecord
@@ -48,6 +49,7 @@ class SlotLayer(EngineLayer):
     slot i holds token i and one row serves all heads. scores: float32 [B, Hkv, S] or None. queries: the newest ones,
     [B, Hq, w, D], where the rule scores anew by them; else None. free: int64 [B, Hkv, n], a stack of slots whose tokens
     were evicted and that are not reused yet; `counters.free` of them.
+    carried: what a rule that merges carries from one decision to the next; None where the rule does not merge.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SlotLayer(EngineLayer):
         self.rotate_back, self.queries = plan.rotate_back, queries
         self.n_sink = 0 if plan.rotate_back is None else plan.rule.sinks_in_place
         self.free = free_slots(position.shape[:2], plan, position.device)
+        self.carried: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -172,6 +175,8 @@ class SlotLayer(EngineLayer):
         push_queries(self.queries, query, self.latents)
         if count := self.counters.excess:
             victims = self.victims(written, self.seen - 1, count)
+            if self.carried is not None:
+                self.merge(victims, keys, values, victims)
             self.position.scatter_(-1, victims, EMPTY)
             push(self.free, self.counters, victims)
         self.slots.settle()
@@ -201,6 +206,25 @@ class SlotLayer(EngineLayer):
         scores = NO_SCORES if self.scores is None else self.scores[..., :slots]
         priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
         return lowest(priority, position, count)
+
+    def merge(
+        self, victims: Tensor, keys: Sequence[Part], values: Sequence[Part], unused: Tensor, over: Tensor | None = None
+    ) -> None:
+        """Merge the tokens in the slots `victims` [B, Hkv, c] into kept ones, as the rule says.
+
+        unused: slots [B, Hkv, c] that hold nothing from now on. over: bool [], merge only if it is.
+        """
+        assert self.carried is not None
+        key, value = self.slots.read(keys, values)
+        position = self.position[..., : key.shape[2]]
+        stays = (position != EMPTY).scatter(-1, victims, False)
+        scores = None if self.scores is None else self.scores[..., : key.shape[2]]
+        evicted = Evicted(key, value, position, stays, scores, victims, self.index, self.carried)
+        merge = self.rule.merge(evicted)
+        merge = merge if over is None else only_where(merge, over, self.carried)
+        self.slots.overwrite(*changed_slots(evicted, merge, unused))
+        if merge.carried is not None:
+            self.carried.copy_(merge.carried)
 
     def _victims_by_new_scores(self, position: Tensor, scores: Tensor, newest: int, count: int) -> Tensor:
         """`victims` of a rule that scores all tokens anew; their scores are kept."""
@@ -237,6 +261,8 @@ class SlotLayer(EngineLayer):
         yield from self.slots.buffers(self.kept)
         yield Buffer("positions", self.position, self.kept / self.capacity)
         yield Buffer("positions", self.free, 1.0)
+        if self.carried is not None and self.carried.numel():
+            yield Buffer("scores", self.carried, 1.0)
         if self.scores is not None:
             yield Buffer("scores", self.scores, self.kept / self.capacity)
         if self.queries is not None:
@@ -257,9 +283,13 @@ def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> Sl
     held = torch.zeros(lead, device=shape.device) if keeps_scores else None
     queries = query_ring(record, plan.rule.observations()) if keeps_scores and plan.rule.rescores else None
     layer = SlotLayer(plan, plan.store.allocate(shape), position, held, queries)
+    key, value = record.key, record.value
+    if plan.rule.merges:
+        key, value, carried = merge_prompt(plan.rule, key, value, kept, scores, plan.index)
+        layer.carried = None if plan.evicts_to is None else carried
     layer.fill(
-        rows_at(record.key, kept),
-        rows_at(record.value, kept),
+        rows_at(key, kept),
+        rows_at(value, kept),
         kept.to(torch.int32),
         None if scores is None else scores.gather(-1, kept),
         record.key.shape[2],

@@ -55,6 +55,12 @@ class Method:
                 f"method={self.name} gives heads different lengths in blocks of a pool, which "
                 f"{type(self.store).__name__} cannot be held in; choose store=dense, int8, int4, int2 or rot4"
             )
+        if self.rule.merges and (mla is not None or not self.store.mergeable):
+            held = "latent attention" if mla is not None else type(self.store).__name__
+            raise UserError(
+                f"method={self.name} merges tokens, which {held} cannot be written back after; "
+                "choose store=dense, bf16, int8, int4, int2 or rot4, or another method"
+            )
         if self.rule.budget is not None and self.rule.holds_budget and not self.store.writable:
             raise UserError(
                 f"method={self.name} evicts single tokens during decode, and {type(self.store).__name__} can only "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.cache.merge import Evicted, Merge
 from kvbench.cache.observe import Observation
 from kvbench.cache.ranking import EMPTY as EMPTY
 from kvbench.cache.ranking import KEEP as KEEP
@@ -73,6 +74,12 @@ class KeepRule:
     their number."""
     sees_future: ClassVar[bool] = False
     """Whether the rule knows the tokens to come: a bound for real rules, never a recommendation."""
+    calibrates: ClassVar[bool] = False
+    """Whether the rule needs to know first which heads retrieve: see `kvbench.cache.retrieval`."""
+    merges: ClassVar[bool] = False
+    """Whether evicted tokens are merged into kept ones, as `merge` says."""
+    carries: ClassVar[int] = 0
+    """How many numbers a head carries from one `merge` to the next."""
     pick: ClassVar[str | None] = None
     """Name of the one evictable token that the smallest budget has room for; None: protected tokens suffice."""
 
@@ -156,6 +163,11 @@ class KeepRule:
         return self.decode == "evict"
 
     @property
+    def merges_prompt(self) -> bool:
+        """Whether tokens that the prompt's own cut evicts are merged too, in a rule that `merges`."""
+        return True
+
+    @property
     def evicts_every(self) -> int:
         """Tokens that a decode which evicts takes in between two evictions: it holds the budget and, before it evicts,
         so many tokens more."""
@@ -205,6 +217,14 @@ class KeepRule:
         """
         return None
 
+    def growing_heads(self) -> Tensor | None:
+        """Which heads of a layer keep every new token while the others evict: bool [Hkv]; None: no head."""
+        return None
+
+    def calibrated(self, retrieval: dict[int, Tensor]) -> "KeepRule":
+        """The rule with each head's retrieval, float32 [Hkv] by layer; only called where it `calibrates`."""
+        raise TypeError(f"{self.name} takes no calibration")
+
     def for_tokenizer(self, tokenizer: Any) -> "KeepRule":
         """The rule for a model with this tokenizer (None: it has none): itself, unless it feeds words of its own."""
         return self
@@ -235,6 +255,10 @@ class KeepRule:
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         """Scores after a step: float32 [B, Hkv, S] from probabilities [B, Hkv, Hq / Hkv, q, S]."""
         return scores
+
+    def merge(self, evicted: Evicted) -> Merge:
+        """Where the keys and values of evicted tokens go; called after each decision of a rule that `merges`."""
+        raise TypeError(f"{self.name} does not define `merge`")
 
     def scores_at_eviction(self, held: "HeldTokens") -> Tensor:
         """Scores of the tokens held, float32 [B, Hkv, n], before each eviction of decode; the layer keeps them.

@@ -88,8 +88,8 @@ def planned_16bit(shape: ModelShape, config: Any) -> Planned | None:
 def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:
     """Bytes that the cache of `prompt` tokens with room for `new_tokens` more allocates, fed one at a time.
 
-    Slots of the store, positions, scores, the stack of free slots and recent queries, layer by layer. AdaKV's heads,
-    which hold whole blocks of a pool, are counted as holding equally many tokens.
+    Slots of the store, positions, scores, the stack of free slots and recent queries, layer by layer. Heads of
+    different lengths, which hold whole blocks of a pool, are counted as holding equally many tokens.
 
     Raises UserError where the budget does not fit the prompt, TypeError where a store does not know its size.
     """
@@ -120,9 +120,10 @@ def _layer_bytes(
     heads = batch * model.kv_heads
     positions = 4 * slots * (1 if budget is None else heads) + (8 * heads * every if evicts else 0)
     scored = evicts and type(rule).initial_scores is not KeepRule.initial_scores
+    scores = 4 * heads * (slots if scored else 0) + 4 * heads * (rule.carries if evicts else 0)
     recent = recent_queries(rule.observations()) if scored and rule.rescores else 0
     queries = batch * model.query_heads * recent * model.key_dim * model.dtype.itemsize
-    return store.planned_bytes(shape) + positions + (4 * heads * slots if scored else 0) + queries
+    return store.planned_bytes(shape) + positions + scores + queries
 
 
 def largest_batch(method: Method, model: Planned, prompt: int, new_tokens: int, room: int) -> int:

@@ -66,6 +66,10 @@ class Slots:
         """Write q tokens to the slots [B, Hkv, q], which need not be the same in every head."""
         raise TypeError(f"{type(self).__name__} cannot overwrite single slots")
 
+    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots in these parts in the model's basis, float32 or wider: [B, Hkv, n, D and Dv]."""
+        raise TypeError(f"{type(self).__name__} cannot read single slots")
+
     def settle(self) -> None:
         """After a forward: quantise tokens that leave the full-precision residual."""
 

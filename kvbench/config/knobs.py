@@ -9,6 +9,8 @@ KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "wi
 
 OTHER_KNOBS = (
     "decode",
+    "merge",
+    "ema",
     "pool",
     "buffer",
     "mix_lambda",

@@ -26,6 +26,8 @@ from kvbench.cache.stock import StockStore
 from kvbench.cache.store import CannotCapture, DenseStore, Slots
 from kvbench.errors import UserError
 from kvbench.kernels.parts import Coded, Dense
+from kvbench.methods.cam import CaM
+from kvbench.methods.d2o import D2O
 from kvbench.methods.expected_attention import ExpectedAttention
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
@@ -80,6 +82,10 @@ METHODS = {
     "streaming filling+rot3": Method("m", StreamingLLM(budget=80), PerToken(3, 3, rotate=True)),
     "streaming absolute": Method("m", StreamingLLM(budget=40, variant="absolute"), DenseStore()),
     "random": Method("m", Random(budget=40, seed=3), DenseStore()),
+    "cam": Method("m", CaM(budget=40, recipients=8), DenseStore()),
+    "cam filling+int8": Method("m", CaM(budget=80, merge_by="mean"), PerToken(8, 8)),
+    "d2o": Method("m", D2O(budget=40), DenseStore()),
+    "d2o filling+rot4": Method("m", D2O(budget=80), PerToken(4, 4, rotate=True)),
     "tova": Method("m", Tova(budget=40), PerToken(8, 8)),
     "knorm": Method("m", KNorm(budget=40), DenseStore()),
     "snapkv": Method("m", SnapKV(budget=40), KIVI),
@@ -196,7 +202,9 @@ def test_a_replay_is_the_eager_step(name: str) -> None:
     check_replays(MODEL, METHODS[name])
 
 
-@pytest.mark.parametrize("name", ["h2o", "h2o filling", "streaming", "kivi4", "random", "r_kv", "r_kv filling"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "h2o filling", "streaming", "kivi4", "random", "cam", "d2o filling+rot4", "r_kv", "r_kv filling"]
+)
 def test_capture_after_steps_of_several_tokens(name: str) -> None:
     check_capture_after_a_question(MODEL, METHODS[name])
 
@@ -310,7 +318,7 @@ def test_what_cannot_be_captured_goes_on_eagerly(name: str) -> None:
     assert decoder.note == "eager: LlamaForCausalLM was not captured: operation not permitted when stream is capturing"
 
 
-@pytest.mark.parametrize("name", ["h2o", "streaming", "kivi4", "full"])
+@pytest.mark.parametrize("name", ["h2o", "streaming", "kivi4", "full", "cam", "d2o"])
 def test_a_first_step_that_breaks_off_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_break_leaves_no_trace(MODEL, METHODS[name], monkeypatch)
 

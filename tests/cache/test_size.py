@@ -80,7 +80,7 @@ def predicted(method: Method, record: PrefillRecord) -> int:
         heads = BATCH * KV_HEADS
         total += 4 * slots * (1 if budget is None else heads) + (8 * heads * every if evicts else 0)
         scored = evicts and method.rule.initial_scores(record.layers[layer]) is not None
-        total += 4 * heads * slots if scored else 0
+        total += 4 * heads * (slots if scored else 0) + 4 * heads * (method.rule.carries if evicts else 0)
         if scored and method.rule.rescores:
             newest = next((each.count for each in method.rule.observations() if isinstance(each, RecentQueries)), 0)
             total += BATCH * MODEL.config.num_attention_heads * newest * HEAD * 4
@@ -95,6 +95,8 @@ def test_bytes_of_every_combination_are_the_sum_of_its_parts() -> None:
         for store_name, store in held_stores.items():
             method = Method(rule_name, rule, store)
             if rule.budget is not None and rule.holds_budget and not store.writable:
+                continue
+            if rule.merges and not store.mergeable:
                 continue
             cache = build_cache(MODEL, method, record, max_new_tokens=NEW)
             assert isinstance(cache, KVCache)

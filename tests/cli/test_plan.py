@@ -89,7 +89,7 @@ def every_method() -> dict[str, Method]:
     # A low-rank basis is made from weights; hf_* are transformers' own caches, with other dependencies.
     for store in (name for name in BUILT_IN.files("store") if name != "lowrank" and not name.startswith("hf_")):
         found[f"full+{store}"] = ["budget=null", "method=full", f"store={store}", "residual=32"]
-    others = ("full", "recompute", "kivi", "adakv", "kvzip", "hf_")  # heads of adakv and kvzip hold whole blocks
+    others = ("full", "recompute", "kivi", "adakv", "kvzip", "duo", "hf_")  # heads of three hold whole blocks
     for name in (name for name in BUILT_IN.files("method") if not name.startswith(others)):
         budget = "budget=270" if name == "lagkv" else "budget=64"
         for store in ("dense", "int4"):

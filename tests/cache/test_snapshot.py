@@ -46,6 +46,8 @@ ENTRIES = (
     "snapkv",
     "pyramid",
     "r_kv",
+    "d2o",
+    "cam",
     "recompute",
 )
 

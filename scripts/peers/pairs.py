@@ -50,8 +50,7 @@ PAIRS = (
         "pyramid",
         f"PyramidKVPress(ratio, window_size={WINDOW}, kernel_size=1)",
         NO_POOLING,
-        "the line from the lowest to the highest layer holds the budget in kvpress, the budget without the window in "
-        "kvbench",
+        "kvpress gives all layers the same budget where the highest layer's would be smaller than the window, as here",
     ),
     Pair("adakv pool=1", "adakv", f"AdaKVPress({snapkv(1)})", NO_POOLING, masks=True),
     Pair(

@@ -8,7 +8,7 @@ source "$(dirname "$0")/../common.sh"
 
 for word in "$@"; do
     case $word in
-        -h | --help) sed -n '2,5s/^# \?//p' "$0" && exit ;;
+        -h | --help) sed -n '2,5s/^# \?//p' scripts/peers/run.sh && exit ;;
     esac
 done
 if [ -n "${KVBENCH_PYTHON:-}" ]; then python=$KVBENCH_PYTHON; else set_up; fi

@@ -168,6 +168,7 @@ class PrefixPool:
             cache = self._from_blocks(model, method, ids, blocks, n, max_new_tokens)
         else:
             cache = self._from_prompt(model, method, ids, max_new_tokens)
+        cache.shares_memory = True
         self.positions_saved += n
         if self.share:
             new = self.index.add(tokens, list(zip(*(slots.held[0] for slots in slots_of(cache)), strict=True)))

@@ -87,7 +87,7 @@ class Row:
     seed: int | None = None
     status: str = "ok"  # ok | oom | failed | interrupted | skipped
     note: str | None = None
-    position: int | None = None  # of a bucket of scored tokens: where its first one stands in its window
+    position: int | None = None  # where the first token of a bucket stands in its window; in `turns`: the turn, from 1
     stride: int | None = None  # tokens from the start of one window to the start of the next
     bos: str | None = None  # none | first (a window begins with it)
     tokenizer: str | None = None  # first 16 hex digits of the sha256 of the tokenizer's file

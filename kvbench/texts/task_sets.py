@@ -19,7 +19,7 @@ from kvbench.texts.load import one_line_errors
 from kvbench.texts.math_answers import ANSWER_TOKENS as MATH_TOKENS
 from kvbench.texts.math_answers import INSTRUCTION, math
 from kvbench.texts.math_answers import TASKS as MATH
-from kvbench.texts.prompts import Template, template_of
+from kvbench.texts.templates import Template, template_of
 
 RULER = (
     "cwe",

@@ -286,7 +286,7 @@ def test_measures() -> None:
 
     assert chosen("memory") == ["memory"]
     assert chosen(["memory", "latency", "memory"]) == ["memory", "latency"]
-    known = "error, fidelity, latency, memory, needle, paging, perplexity, stream, tasks"
+    known = "error, fidelity, latency, memory, needle, paging, perplexity, stream, tasks, turns"
     for nothing in (None, [], "", ["memory", "speed"], [3], 3, [["memory"]]):
         with pytest.raises(UserError, match=f"choose from {known}"):
             chosen(nothing)

@@ -30,8 +30,8 @@ from kvbench.texts.answer_metrics import (
     rouge_l,
     ruler,
 )
-from kvbench.texts.prompts import Template
 from kvbench.texts.task_sets import NAMES, Sample, check_tasks, encode, files_fingerprint, load_samples
+from kvbench.texts.templates import Template
 from tests.shared.models import random_llama
 from tests.shared.text import character_tokenizer, methods, prose, rows_of, run_context_of, value
 

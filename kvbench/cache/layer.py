@@ -100,19 +100,22 @@ class SlotLayer(EngineLayer):
         return self.evicted > 0 or self.has_quantised
 
     def fill(self, key: Tensor, value: Tensor, position: Tensor, scores: Tensor | None, seen: int) -> None:
-        """Take the kept tokens of a prompt: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
-        n = key.shape[2]
+        """Take kept tokens of a prompt: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n].
+
+        They go behind those held, where the prompt is read in chunks. seen: tokens of the prompt so far.
+        """
+        behind = slice(self.counters.written, self.counters.written + key.shape[2])
         if self.plan.has_positions:
-            self.position[..., :n] = position
+            self.position[..., behind] = position
         self.slots.fill(key, value)
         if self.scores is not None and scores is not None:
-            self.scores[..., :n] = scores
-        self.counters.fill(n, seen)
+            self.scores[..., behind] = scores
+        self.counters.fill(behind.stop, seen)
         self.slots.settle()
 
-    def adopt(self, tokens: int) -> None:
-        """Take note that the slots hold the first tokens of a prompt already, all of them."""
-        self.counters.fill(tokens, tokens)
+    def adopt(self, kept: int, seen: int) -> None:
+        """Take note that the first `kept` slots hold tokens already, of a prompt of `seen` tokens."""
+        self.counters.fill(kept, seen)
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["SlotLayer", "SlotLayer"]:
         """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and return the layer itself twice.
@@ -272,17 +275,7 @@ class SlotLayer(EngineLayer):
 def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> SlotLayer:
     """The layer of a prompt of which every head keeps equally many tokens; copies from the record."""
     kept, scores = selection.kept, selection.scores
-    shape = plan.shape(record, plan.slots_for(kept.shape[2]))
-    lead = shape.batch, shape.kv_heads, shape.slots
-    if plan.budget is None:
-        position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
-    else:
-        position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
-    # A cache that only appends after its prompt decides nothing any more and needs no scores.
-    keeps_scores = scores is not None and plan.evicts_to is not None
-    held = torch.zeros(lead, device=shape.device) if keeps_scores else None
-    queries = query_ring(record, plan.rule.observations()) if keeps_scores and plan.rule.rescores else None
-    layer = SlotLayer(plan, plan.store.allocate(shape), position, held, queries)
+    layer = empty_layer(record, plan, kept.shape[2], keeps_scores=scores is not None)
     key, value = record.key, record.value
     if plan.rule.merges:
         key, value, carried = merge_prompt(plan.rule, key, value, kept, scores, plan.index)
@@ -295,6 +288,21 @@ def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> Sl
         record.key.shape[2],
     )
     return layer
+
+
+def empty_layer(record: LayerRecord, plan: LayerPlan, kept: int, keeps_scores: bool) -> SlotLayer:
+    """A layer like the record's that holds nothing, with slots for `kept` tokens of the prompt and those to come."""
+    shape = plan.shape(record, plan.slots_for(kept))
+    lead = shape.batch, shape.kv_heads, shape.slots
+    if plan.budget is None:
+        position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
+    else:
+        position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
+    # A cache that only appends after its prompt decides nothing any more and needs no scores.
+    decides = keeps_scores and plan.evicts_to is not None
+    held = torch.zeros(lead, device=shape.device) if decides else None
+    queries = query_ring(record, plan.rule.observations()) if decides and plan.rule.rescores else None
+    return SlotLayer(plan, plan.store.allocate(shape), position, held, queries)
 
 
 def rows_at(tensor: Tensor, index: Tensor) -> Tensor:

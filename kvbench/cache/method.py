@@ -21,6 +21,12 @@ class Method:
     name: str
     rule: KeepRule
     store: Store
+    prefill_chunk: int | None = None
+    """Tokens of the prompt that are read at a time, the rule evicting after each; None: the prompt in one piece."""
+
+    def reads_in_chunks(self, prompt: int) -> bool:
+        """Whether a prompt of that length is read in several chunks."""
+        return self.prefill_chunk is not None and self.prefill_chunk < prompt
 
     @property
     def kind(self) -> Kind:

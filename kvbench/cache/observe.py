@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from kvbench.cache.rotary import RotateBack
@@ -26,6 +27,13 @@ class Observation:
         rotation: removes the query's rotary embedding; given where `before_rotation`.
         """
         raise TypeError(f"{type(self).__name__} does not define `compute`")
+
+    def of_chunk(self, probabilities: Tensor) -> Tensor:
+        """The quantity of a chunk of a prompt, from its probabilities [B, Hkv, Hq / Hkv, q, T] over T held tokens.
+
+        For rules with `observed_scores`; a quantity that probabilities do not give needs the prompt in one piece.
+        """
+        raise TypeError(f"{type(self).__name__} does not define `of_chunk`")
 
 
 class Observing(Protocol):
@@ -53,6 +61,9 @@ class LastQueries(Observation):
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         return last_queries(query, key, scoring, self.count)
+
+    def of_chunk(self, probabilities: Tensor) -> Tensor:
+        return probabilities[..., -self.count :, :].to(torch.float32)
 
 
 @dataclass(frozen=True)

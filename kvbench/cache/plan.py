@@ -46,8 +46,8 @@ class LayerPlan:
 
     @property
     def has_positions(self) -> bool:
-        """Whether slots may hold other positions than their own number: where the rule may evict."""
-        return self.rule.budget is not None
+        """Whether slots may hold other positions than their own number: where the rule evicts in this layer."""
+        return self.budget is not None
 
     def slots_for(self, kept: int) -> int:
         """Slots of a head that keeps `kept` tokens of the prompt."""
@@ -64,19 +64,25 @@ class LayerPlan:
 
 
 def plan_layer(
-    method: Method, record: LayerRecord, layers: int = 1, depth: int | None = None, latents: Latents | None = None
+    method: Method,
+    record: LayerRecord,
+    layers: int = 1,
+    depth: int | None = None,
+    latents: Latents | None = None,
+    prompt: int | None = None,
 ) -> LayerPlan:
     """The plan of one layer with room for no new token; `dataclasses.replace` sets the rest.
 
     layers, depth: how many layers the method applies to, and which of them this is, for rules that budget by depth;
-    None: the layer's own index. Raises UserError where the store cannot hold the layer's heads or the budget does not
-    fit the prompt.
+    None: the layer's own index. prompt: tokens of the prompt, where the record holds only its first chunk. Raises
+    UserError where the store cannot hold the layer's heads or the budget does not fit the prompt.
     """
     window = record.scoring.window
     rule = method.rule.of_layer(record) if window is None else SlidingWindow(budget=max(1, window - 1))
     store = store_of(record, method, latents)
     store.check(record.key.shape[-1], record.value.shape[-1])
-    budget = rule.layer_tokens(record.key.shape[2], record.index if depth is None else depth, layers)
+    tokens = record.key.shape[2] if prompt is None else prompt
+    budget = rule.layer_tokens(tokens, record.index if depth is None else depth, layers)
     rotation = record.rotation
     return LayerPlan(record.index, rule, store, budget, rotate_back=rotation, latents=latents, scoring=record.scoring)
 

@@ -1,6 +1,7 @@
 """Which tokens stay in the cache. A keep rule gives every slot a priority; the engine evicts the lowest priorities."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -243,6 +244,14 @@ class KeepRule:
 
     def initial_scores(self, record: "LayerRecord") -> Tensor | None:
         """Scores of the prompt's tokens, float32 [B, Hkv, T]; None where the rule keeps no scores."""
+        return None
+
+    def observed_scores(self, observed: Mapping[Observation, Tensor]) -> Tensor | None:
+        """Scores from the observations alone: float32 [B, Hkv, T]; None where they do not suffice.
+
+        A rule that overrides it can read a prompt in chunks: at each chunk's end it scores all T tokens that are held,
+        in order of position, by what the chunk's last queries observe.
+        """
         return None
 
     def fresh_scores(self, key: Tensor, value: Tensor) -> Tensor | float:

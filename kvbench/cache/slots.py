@@ -52,7 +52,10 @@ class Slots:
     """int32 [B, Hkv, S], the token in each slot: the layer's own, up to date before a key is written or read."""
 
     def fill(self, key: Tensor, value: Tensor) -> None:
-        """Write the kept tokens of a prompt, [B, Hkv, n, D] and [B, Hkv, n, Dv], into empty slots."""
+        """Write kept tokens of a prompt, [B, Hkv, n, D] and [B, Hkv, n, Dv], to the slots that follow the last one.
+
+        n may exceed the shape's `step`. A prompt that is read in chunks comes in several calls.
+        """
         self.append(key, value)
 
     def fit(self, key: Tensor, value: Tensor) -> None:

@@ -40,6 +40,9 @@ OTHER_KNOBS = (
 )
 """Root keys likewise, kept in the row's `knobs`."""
 
+PREFILL_CHUNK = "prefill.chunk"
+"""Setting of a method that is no root key; its column of the row is `prefill_chunk`."""
+
 GROUPS = ("method", "store", "model", "data")
 """Config groups of which a run has one choice each."""
 

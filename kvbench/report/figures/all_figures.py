@@ -29,7 +29,9 @@ from kvbench.report.figures.method_panels import kl_by_position, loss_by_window,
 from kvbench.report.figures.needle_maps import needle_maps
 from kvbench.report.figures.needle_tasks import needle_tasks
 from kvbench.report.figures.pair_heat_maps import pair_heat_maps
+from kvbench.report.figures.stream_answers import answers_by_length
 from kvbench.report.figures.trade_off import difference_by_size, kl_by_size, top1_by_size
+from kvbench.report.figures.turns import turns
 from kvbench.results.paired import MARGIN
 from kvbench.results.row import Row
 
@@ -156,6 +158,20 @@ FIGURES = (
         "KL by position",
         "KL against the full cache by position of the scored token; grey: the other methods; pale to full colour: "
         "smallest to largest budget",
+    ),
+    FigureKind(
+        "stream_length",
+        answers_by_length,
+        "Answers about what was written earlier",
+        "Share of right answers after a working-out of this many tokens, which evicts while it is written; the mean "
+        "over synthetic tasks of which the full cache answers half or more; grey: the other methods",
+    ),
+    FigureKind(
+        "turns",
+        turns,
+        "Hits by turn",
+        "Share of questions answered, by turn; pale: the text is compressed before any question is known; full colour: "
+        "the first question is compressed with it, later turns ask something else; grey: the other methods",
     ),
     FigureKind(
         "latency_context",

@@ -38,6 +38,7 @@ from kvbench.report.tables.method_pairs import method_pairs_table
 from kvbench.report.tables.needle_tables import needle_tables
 from kvbench.report.tables.needle_task_tables import needle_task_tables
 from kvbench.report.tables.table import Table, for_terminal, shared_caption
+from kvbench.report.tables.turn_tables import TURNS, turn_tables
 from kvbench.results.headline import Headline
 from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
 
@@ -73,6 +74,10 @@ def build_tables(
             caption = [*caption_of(lines, skip=("context",)), *constants, *repeats_text(lines), *origin]
             by_task = [replace(one, caption=[*one.caption, *origin]) for one in needle_task_tables(lines)]
             tables += [*needle_tables(lines, identity, caption, columns), *by_task]
+            continue
+        if measure == TURNS:
+            lines = lines_of(rows, measure)
+            tables += turn_tables(lines, mixed_origins(lines, origins))
             continue
         pooled, single = split_by_text([row for row in rows if row.measure == measure])
         lines = lines_of(pooled, measure)

@@ -60,11 +60,12 @@ class GearRows:
         self.residual = residual_rows(side.block, width, shape)
 
     def fill(self, rows: Tensor) -> None:
-        """Take a prompt's rows [B, Hkv, n, D]."""
+        """Take a prompt's rows [B, Hkv, n, D], or its next ones."""
+        rows = torch.cat([self.residual[:, :, : self.length - self.codes.length], rows], dim=2)
         whole = rows.shape[2] // self.side.block * self.side.block
         self.encode(rows[:, :, :whole])
         self.residual[:, :, : rows.shape[2] - whole] = rows[:, :, whole:]
-        self.length = rows.shape[2]
+        self.length = self.codes.length + rows.shape[2] - whole
 
     def append(self, rows: Tensor) -> None:
         """Write rows [B, Hkv, q, D] behind those held, in full precision."""

@@ -83,6 +83,18 @@ def test_rows_that_are_read_are_those_of_the_definition(k_bits: int, v_bits: int
             assert np.abs(got[b, h, at].numpy() - want).max() < 4e-3 * np.abs(want).max()
 
 
+def test_a_prompt_in_pieces_is_held_as_in_one() -> None:
+    key, value = rows(3 * BLOCK + 9, D), rows(3 * BLOCK + 9, DV, 1)
+    whole, pieces = (slots_of(Gear(4, 4, GROUP, BLOCK, 2, 0.1), 3 * BLOCK + 9) for _ in "ab")
+    whole.fill(key, value)
+    for start, stop in ((0, 7), (7, 2 * BLOCK + 3), (2 * BLOCK + 3, 3 * BLOCK + 9)):
+        pieces.fill(key[:, :, start:stop], value[:, :, start:stop])
+        pieces.settle()
+    assert pieces.length == whole.length == 3 * BLOCK + 9
+    for ours, theirs in ((pieces.key_parts(), whole.key_parts()), (pieces.value_parts(), whole.value_parts())):
+        torch.testing.assert_close(read_all(ours, torch.float32), read_all(theirs, torch.float32), atol=1e-3, rtol=0)
+
+
 def test_without_directions_and_outliers_only_plain_codes_are_left() -> None:
     """KIVI's codes on both axes, which the compiled kernel reads; it says why it does not read the others."""
     key, value = rows(2 * BLOCK, D), rows(2 * BLOCK, DV, 1)

@@ -18,9 +18,10 @@ class CaM(KeepRule):
     """Cache merging (Zhang et al., 2024, PMLR 235, 58840; github.com/zyxxmu/cam).
 
     The first `n_sink` tokens and the newest ones stay, as in the authors' code. The value of an evicted token, divided
-    by m, is added to the values of the m = `merge` kept tokens that follow it, or of all of them where fewer follow. It
-    happens with probability min(1, A / mean A of those m tokens), drawn by a hash of (seed, layer, head, position). A
-    is the attention mass that a token has received so far, over all query heads of its KV head. Keys stay as they are.
+    by m, is added to the values of the m = `recipients` kept tokens that follow it, or of all of them where fewer
+    follow. It happens with probability min(1, A / mean A of those m tokens), drawn by a hash of (seed, layer, head,
+    position). A is the attention mass that a token has received so far, over all query heads of its KV head. Keys stay
+    as they are.
 
     With merge_by="sum", the authors' form, only what decode evicts is merged, as in their generation code: the prompt's
     cut evicts hundreds of tokens, whose values would drown the m that they are added to. merge_by="mean" divides each
@@ -30,7 +31,7 @@ class CaM(KeepRule):
     """
 
     n_sink: int = whole(4, least=0, knob="sinks", protects="first")
-    recipients: int = whole(32, least=1, knob="merge")
+    recipients: int = whole(32, least=1, knob="recipients")
     merge_by: str = choice("sum", "mean", knob="variant")
     seed: int = whole(0, least=0)
 

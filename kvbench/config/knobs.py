@@ -9,7 +9,7 @@ KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "wi
 
 OTHER_KNOBS = (
     "decode",
-    "merge",
+    "recipients",
     "ema",
     "pool",
     "buffer",

@@ -474,14 +474,14 @@ def test_the_natural_end(end: int, most: int, tokens: int, ended: int, monkeypat
 
 
 def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = largest.prefill
+    build_cache = largest.build_cache
 
-    def small_device(model: Any, ids: Any, *rest: Any) -> Any:
+    def small_device(model: Any, method: Method, ids: Any, **rest: Any) -> Any:
         if ids.shape[0] > 5:
             raise torch.OutOfMemoryError("too many")
-        return prefill(model, ids, *rest)
+        return build_cache(model, method, ids, **rest)
 
-    monkeypatch.setattr(largest, "prefill", small_device)
+    monkeypatch.setattr(largest, "build_cache", small_device)
     seconds = itertools.count(step=0.5)
     monkeypatch.setattr(largest, "clock", lambda device: next(seconds))
     here = bench(methods("full", "h2o", "recompute"))

@@ -29,7 +29,7 @@ FLOORS = (
     ("checks", "gate", "method_runs"),
     ("run",),
     ("api",),
-    ("cli", "check", "harness"),
+    ("cli", "check", "harness", "verify"),
 )
 """Rooms of kvbench from the lowest to the highest. A room imports from lower floors only; the first floor's modules
 also import each other."""

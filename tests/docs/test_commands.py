@@ -24,6 +24,7 @@ from kvbench.harness.__main__ import spelled
 from kvbench.harness.settings import read_asked
 from kvbench.offline import RECIPES
 from kvbench.report.__main__ import main as report
+from kvbench.verify.__main__ import read_words
 from tests.docs.pages import commands, write_files
 from tests.shared.paths import ROOT
 
@@ -95,6 +96,12 @@ def kvbench_harness(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -
     assert read_asked(config.harness).tasks
 
 
+def kvbench_verify(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Read by its parser; tests/verify/ measures."""
+    path, samples, _ = read_words(words)
+    assert samples >= 1 and str(path).startswith("results/")
+
+
 MODULES: dict[str, Check] = {
     "kvbench": kvbench,
     "kvbench.report": kvbench_report,
@@ -103,6 +110,7 @@ MODULES: dict[str, Check] = {
     "kvbench.check": kvbench_check,
     "kvbench.fetch": kvbench_fetch,
     "kvbench.harness": kvbench_harness,
+    "kvbench.verify": kvbench_verify,
 }
 TOOLS = ("ruff", "mypy", "pytest", "mkdocs")
 

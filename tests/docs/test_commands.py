@@ -24,6 +24,7 @@ from kvbench.harness.__main__ import spelled
 from kvbench.harness.settings import read_asked
 from kvbench.offline import RECIPES
 from kvbench.report.__main__ import main as report
+from kvbench.report.page.board import main as board
 from kvbench.verify.__main__ import read_words
 from tests.docs.pages import commands, write_files
 from tests.shared.paths import ROOT
@@ -102,6 +103,13 @@ def kvbench_verify(words: list[str], folder: Path, patch: pytest.MonkeyPatch) ->
     assert samples >= 1 and str(path).startswith("results/")
 
 
+def kvbench_board(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Runs on a folder that holds one run, which is not verified."""
+    run = ROOT / "results" / "reference" / "first_light"
+    shutil.copytree(run, folder / words[0] / "run", ignore=shutil.ignore_patterns("report"))
+    assert board(words) == 0
+
+
 MODULES: dict[str, Check] = {
     "kvbench": kvbench,
     "kvbench.report": kvbench_report,
@@ -111,6 +119,7 @@ MODULES: dict[str, Check] = {
     "kvbench.fetch": kvbench_fetch,
     "kvbench.harness": kvbench_harness,
     "kvbench.verify": kvbench_verify,
+    "kvbench.board": kvbench_board,
 }
 TOOLS = ("ruff", "mypy", "pytest", "mkdocs")
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from kvbench.cache.build import Method
 from kvbench.cache.calibrate import check_calibration
-from kvbench.cache.rule import check_budget, is_whole
+from kvbench.cache.rule_settings import check_budget, is_whole
 from kvbench.errors import UserError
 from kvbench.kernels import KERNELS
 from kvbench.measures.measure import Measure

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from kvbench.cache.build import Method, decode_kernel
+from kvbench.cache.chunked import check_chunks
 from kvbench.config import MethodConfig
 from kvbench.measures.context import MethodRun
 from kvbench.models.load import LoadedModel, tokenizer_hash
@@ -21,8 +22,10 @@ from kvbench.texts.load import Text
 
 def instantiate(config: MethodConfig) -> Method:
     """The method of a resolved config. Raises UserError for knobs that its rule or store refuses."""
-    method = Method(config.name, hydra.utils.instantiate(config.rule), hydra.utils.instantiate(config.slots))
+    rule, slots = hydra.utils.instantiate(config.rule), hydra.utils.instantiate(config.slots)
+    method = Method(config.name, rule, slots, config.prefill_chunk)
     method.check_combination()
+    check_chunks(method)
     return method
 
 

@@ -47,6 +47,13 @@ class AdaKV(KeepRule):
             )
         if not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
             raise UserError(f"floor={self.floor} for AdaKV; type a share from 0 to 1 (the default is 0.2)")
+        if self.inner.merges or self.inner.calibrates:
+            raise UserError(f"AdaKV cannot move the budget of {self.inner.name} between heads; type inner=snapkv")
+        if self.inner.holds_budget and (self.inner.rescores or self.inner.evicts_every > 1):
+            raise UserError(
+                f"AdaKV with {self.inner.name} and decode=evict: heads of different lengths are not scored anew or "
+                "evicted in blocks; type decode=append"
+            )
         if self.inner.sinks_in_place:
             raise UserError(
                 f"AdaKV with {self.inner.name}: heads that have evicted differently have no common "

@@ -1,5 +1,6 @@
 """ChunkKV: whole chunks of the prompt stay or go."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +21,8 @@ class ChunkKV(KeepRule):
     window and the best chunks stay; where the budget ends inside a chunk, the chunk's newest tokens stay. With chunk=1
     the choice is SnapKV's with pool=1. Each layer chooses for itself: layers do not reuse the choice of another, as the
     paper's faster form does. Decode appends; with decode="evict" it holds the budget by the attention since the end of
-    the prompt.
+    the prompt. A prompt that is read in chunks (`prefill.chunk`) has an observation window at each of their ends, and
+    the tokens that are still held are cut anew into chunks of `chunk`.
     """
 
     chunk: int = whole(10, least=1)
@@ -34,7 +36,10 @@ class ChunkKV(KeepRule):
         return (LastQueries(self.window),)
 
     def initial_scores(self, record: LayerRecord) -> Tensor:
-        seen = record.observed[LastQueries(self.window)].mean(2).mean(-2)  # [B, Hkv, T]
+        return self.observed_scores(record.observed)
+
+    def observed_scores(self, observed: Mapping[Observation, Tensor]) -> Tensor:
+        seen = observed[LastQueries(self.window)].mean(2).mean(-2)  # [B, Hkv, T]
         length = seen.shape[-1]
         before = max(0, length - self.window)
         chunks = pad(seen[..., :before], (0, -before % self.chunk), value=float("nan")).unflatten(-1, (-1, self.chunk))

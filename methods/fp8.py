@@ -64,6 +64,9 @@ class Fp8Slots(DenseSlots):
     def transform_query(self, query: Tensor) -> Tensor:
         return scaled(query, self.key_scale)
 
+    def restore_keys(self, key: Tensor) -> Tensor:
+        return scaled(key, self.key_scale)
+
     def restore_output(self, output: Tensor) -> Tensor:
         return scaled(output, self.value_scale)
 

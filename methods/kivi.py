@@ -79,7 +79,7 @@ class KiviSlots(Slots):
     def fill(self, key: Tensor, value: Tensor) -> None:
         self.keys.fill(key)
         self.values.fill(value)
-        self.length = key.shape[2]
+        self.length += key.shape[2]
 
     def append(self, key: Tensor, value: Tensor) -> None:
         self.keys.append(key)

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvbench.cache.groups import Groups, check_groups, planned_groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.store import Buffer, CapturedSlots, Slots, SlotShape, Store
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Part
+from kvbench.kernels.parts import Part, read_all
 
 WIDTHS = (8, 4, 3, 2)
 
@@ -33,6 +34,7 @@ class PerToken(Store):
     group_size: int = 32
     rotate: bool = False
 
+    mergeable = True
     holds_latents = True
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class PerTokenSlots(Slots):
 
     def __init__(self, store: PerToken, shape: SlotShape) -> None:
         self.turn = hadamard if store.rotate else unturned
+        self.wide = torch.promote_types(shape.dtype, torch.float32)
         self.keys = Groups("channel", store.k_bits, store.group_size, shape.slots, shape.key_dim, shape)
         self.values = Groups("channel", store.v_bits, store.group_size, shape.slots, shape.value_dim, shape)
 
@@ -69,8 +72,14 @@ class PerTokenSlots(Slots):
         self.keys.overwrite(slot, self.turn(key))
         self.values.overwrite(slot, self.turn(value))
 
+    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        return self.turn(read_all(keys, self.wide)), self.turn(read_all(values, self.wide))
+
     def transform_query(self, query: Tensor) -> Tensor:
         return self.turn(query)
+
+    def restore_keys(self, key: Tensor) -> Tensor:
+        return self.turn(key)
 
     def restore_output(self, output: Tensor) -> Tensor:
         return self.turn(output)  # the matrix is symmetric, its own inverse

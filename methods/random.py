@@ -26,9 +26,13 @@ class Random(KeepRule):
     pick = "one random token"
 
     def evictable_priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
-        head = torch.arange(position.shape[1], device=position.device).view(1, -1, 1)
-        drawn = hashed(hashed(hashed(hashed(position.long()) ^ head) ^ layer) ^ self.seed)
-        return drawn.to(torch.float64)
+        return drawn(position, layer, self.seed).to(torch.float64)
+
+
+def drawn(position: Tensor, layer: int, seed: int) -> Tensor:
+    """31-bit random numbers for the tokens in each slot: int64 [B, Hkv, S], a hash of (seed, layer, head, position)."""
+    head = torch.arange(position.shape[1], device=position.device).view(1, -1, 1)
+    return hashed(hashed(hashed(hashed(position.long()) ^ head) ^ layer) ^ seed)
 
 
 def hashed(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """SnapKV: keeps the tokens that the prompt's last queries attend to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,8 @@ class SnapKV(KeepRule):
     the best (budget - window) tokens stay. Pooling gives the neighbours of a peak the peak's own score: of equal scores
     the older token goes first, or with ties="unpooled" the one of the lower score before pooling, so that a peak never
     goes before its neighbours. Decode appends as in the paper; with decode="evict" it holds the budget by
-    the attention accumulated since the end of the prompt.
+    the attention accumulated since the end of the prompt. A prompt that is read in chunks has an observation window at
+    each chunk's end, and neighbours are those that are still held.
     """
 
     window: int = whole(32, least=1, protects="last")
@@ -36,7 +38,10 @@ class SnapKV(KeepRule):
         return (LastQueries(self.window),)
 
     def initial_scores(self, record: LayerRecord) -> Tensor:
-        seen = record.observed[LastQueries(self.window)].mean(2).sum(-2)  # [B, Hkv, T]
+        return self.observed_scores(record.observed)
+
+    def observed_scores(self, observed: Mapping[Observation, Tensor]) -> Tensor:
+        seen = observed[LastQueries(self.window)].mean(2).sum(-2)  # [B, Hkv, T]
         before = seen[..., : max(0, seen.shape[-1] - self.window)]
         if before.shape[-1] == 0:
             return seen

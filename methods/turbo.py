@@ -65,6 +65,9 @@ class TurboSlots(Slots):
     def transform_query(self, query: Tensor) -> Tensor:
         return turn(query)
 
+    def restore_keys(self, key: Tensor) -> Tensor:
+        return turn_back(key)
+
     def restore_output(self, output: Tensor) -> Tensor:
         return turn_back(output)
 

@@ -17,7 +17,7 @@ import pytest
 from tests.shared.paths import ROOT
 
 FLOORS = (
-    ("errors", "files", "progress", "background", "hub", "offline"),
+    ("errors", "files", "progress", "background", "heap", "hub", "offline"),
     ("results",),
     ("models",),
     ("texts", "kernels"),

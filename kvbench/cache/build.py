@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.caches import AnyCache, KVCache, Layer
+from kvbench.cache.chunked import check_chunks, prefill_in_chunks
 from kvbench.cache.decode_kernel import decode_kernel
 from kvbench.cache.layer import slot_layer
 from kvbench.cache.method import Method
@@ -45,14 +46,20 @@ def build_cache(
     """A method's cache of a prompt; copies from the record, never aliases it.
 
     Args:
-        prompt: the record of `prefill` (made with this method's rule among `rules`), or ids [B, T] to prefill here.
+        prompt: the record of `prefill` (made with this method's rule among `rules`), or ids [B, T] to prefill here. A
+            method that reads the prompt in chunks does so here, and takes only the ids of a record.
         max_new_tokens: tokens that will be fed afterwards, at most. max_step: most tokens in one forward of those.
         kernel: which decode attention to use; see `kvbench.kernels.choose`.
 
     Raises UserError where the method does not fit the model or the prompt, or the kernel cannot be had.
     """
+    ids = prompt.ids if isinstance(prompt, PrefillRecord) else prompt
     if max_new_tokens < 0 or max_step < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}, max_step={max_step}; give 0 or more, and 1 or more")
+    if isinstance(ids, Tensor) and ids.ndim == 2 and method.reads_in_chunks(ids.shape[1]):
+        method.check_combination(mla_layout(model.config))
+        check_chunks(method)
+        return prefill_in_chunks(model, method, ids, max_new_tokens, max_step, kernel)
     record = prompt if isinstance(prompt, PrefillRecord) else prefill(model, prompt, [method.rule])
     missing = [observation for observation in method.rule.observations() if observation not in record.observe_ms]
     if missing:
@@ -93,7 +100,7 @@ def layer_plans(
         here = layer.at_home()
         plan = plan_layer(method, here, len(compressed), depth, of_layer)
         rotation = rotations[layer.index] if is_compressed else None
-        yield here, replace(plan, kernel=kernels[layer.device.type], rotate_back=rotation)
+        yield here, replace(plan, kernel=kernels[layer.device.type], rotate_back=rotation or plan.rotate_back)
 
 
 def build_layer(record: LayerRecord, plan: LayerPlan) -> Layer:

@@ -1,8 +1,8 @@
-"""Calibration: bases of keys and values that some stores need before they can hold a token.
+"""Calibration: bases of keys and values that some stores need before they can hold a token, and retrieval heads.
 
 The text is a fixed slice of the essays, 8 rows of 512 tokens, between the windows that perplexity scores; a run whose
-windows would score calibration tokens is refused. A model with random weights sees random tokens. Bases are saved in
-the cache folder, under a hash of the weights and of the tokens.
+windows would score calibration tokens of a store is refused. A model with random weights sees random tokens. What is
+found is saved in the cache folder, under a hash of the weights and of the tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.basis import Basis, eigenbasis, load_bases, save_bases, second_moment
 from kvbench.cache.method import Method
 from kvbench.cache.prefill import prefill
+from kvbench.cache.retrieval import load_retrieval, passkey_prompts, retrieval_by_head, save_retrieval
 from kvbench.cache.rotary import KeyRotation, key_rotations
 from kvbench.errors import UserError
 from kvbench.offline import cache_folder
@@ -36,12 +37,14 @@ START = 0.618
 
 
 def calibrate(method: Method, loaded: LoadedModel) -> Method:
-    """The method with what it needs of the model: a calibrated store, and a rule that knows the tokenizer.
+    """The method with what it needs of the model: a calibrated store, a rule that knows the tokenizer or the heads.
 
     Raises UserError where the essays are not on this machine, or the model's rotary embedding cannot be taken off keys.
     """
     if (rule := method.rule.for_tokenizer(loaded.tokenizer)) is not method.rule:
         method = replace(method, rule=rule)
+    if method.rule.calibrates and loaded.mla is None:
+        method = replace(method, rule=method.rule.calibrated(_retrieval(loaded)))
     if not method.store.calibrates:
         return method
     if loaded.mla not in (None, "expand"):
@@ -55,6 +58,17 @@ def calibrate(method: Method, loaded: LoadedModel) -> Method:
         with suppress(OSError):  # without a writable cache folder the next run calibrates again
             save_bases(path, bases)
     return replace(method, store=method.store.calibrated(bases, rotations))
+
+
+def _retrieval(loaded: LoadedModel) -> dict[int, Tensor]:
+    prompts = passkey_prompts(calibration_ids(loaded), loaded.tokenizer, loaded.vocab_size)
+    path = cache_folder() / "calibration" / f"{_name(loaded, prompts.ids)}.safetensors"
+    found = load_retrieval(path)
+    if found is None:
+        found = retrieval_by_head(loaded.model, replace(prompts, ids=prompts.ids.to(loaded.device)))
+        with suppress(OSError):  # as above
+            save_retrieval(path, found)
+    return found
 
 
 def bases_of(model: PreTrainedModel, ids: Tensor, rotations: list[KeyRotation | None]) -> list[Basis | None]:

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.caches import KVCache, Layer
-from kvbench.cache.captured_layers import CapturedLayer, CapturedRagged
-from kvbench.cache.counters import DeviceCounters
+from kvbench.cache.captured_layers import CapturedLayer, CapturedRagged, evicts_in_blocks
+from kvbench.cache.counters import BlockCounters, DeviceCounters
 from kvbench.cache.forward import forward
 from kvbench.cache.ragged import RaggedLayer
 from kvbench.cache.slots import CannotCapture
@@ -51,6 +51,8 @@ class DecodeStep:
         kernel = layer.kernel
         if not isinstance(kernel, LengthsKernel):
             raise CannotCapture(f"the kernel {kernel.name} is told on the host how much is filled")
+        if layer.evicts_to is not None and layer.rule.needs_host:
+            raise CannotCapture(f"{layer.rule.name} reads on the host how it scores tokens")
         if isinstance(layer, RaggedLayer):
             return CapturedRagged(layer, self.seen)
         slots = layer.slots.captured()
@@ -58,9 +60,12 @@ class DecodeStep:
         n_sink = layer.rule.sinks_in_place
         if (reason := kernel.refuses_lengths(query, slots.key_parts(), slots.value_parts(), n_sink)) is not None:
             raise CannotCapture(reason)
-        key = type(slots), slots.packed, astuple(layer.counters)
+        key = type(slots), slots.packed, astuple(layer.counters), evicts_in_blocks(layer)
         if key not in groups:
-            groups[key] = slots.device_counters(layer.counters, self.seen)
+            if evicts_in_blocks(layer):
+                groups[key] = BlockCounters(layer.counters, self.seen, slots.packed, slots.packs)
+            else:
+                groups[key] = slots.device_counters(layer.counters, self.seen)
         return CapturedLayer(layer, slots, groups[key], kernel)
 
     @torch.inference_mode()
@@ -78,10 +83,10 @@ class DecodeStep:
 
     @torch.inference_mode()
     def flush(self, device: DeviceCounters) -> None:
-        """Quantise a full residual in the layers that share the counters `device`."""
+        """Quantise a full residual, or evict a block, in the layers that share the counters `device`."""
         for layer in self.layers:
             if isinstance(layer, CapturedLayer) and layer.device is device:
-                layer.slots.flush(device)
+                layer.flush()
         device.flush()
 
     def prepare(self) -> None:

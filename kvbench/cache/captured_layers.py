@@ -6,7 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvbench.cache.counters import DeviceCounters
+from kvbench.cache.counters import BlockCounters, DeviceCounters
+from kvbench.cache.held import push_queries
 from kvbench.cache.layer import SlotLayer, SlotView
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.ragged import RaggedLayer
@@ -27,8 +28,9 @@ class CapturedLayer(EngineLayer):
         super().__init__(layer.counters)
         self.layer, self.slots, self.device, self.kernel = layer, slots, device, kernel
         self.evicts = layer.evicts_to is not None and layer.capacity > layer.evicts_to
+        self.in_blocks = self.evicts and evicts_in_blocks(layer)
         self.reads = self.evicts and layer.scores is not None and layer.rule.reads_attention
-        self.has_holes = layer.counters.free > 1  # after forwards of several tokens
+        self.has_holes = self.in_blocks or layer.counters.free > 1  # after forwards of several tokens
         self.slot = next_slot(layer)
         if layer.counters.free == 0:
             self.slot.fill_(layer.counters.written)
@@ -36,10 +38,18 @@ class CapturedLayer(EngineLayer):
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["CapturedLayer", Tensor]:
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and return the layer itself in place of keys."""
         key, value = self.layer.keys_and_values(key, value)
-        slot = self.slot if self.evicts else self.device.newest.expand(*key.shape[:2], 1)
+        slot = self._slot(key)
         position = self.device.seen.to(torch.int32)
         self.layer.put(slot, position, key, value, partial(self.slots.write, self.device))
         return self, value
+
+    def _slot(self, key: Tensor) -> Tensor:
+        """Where the new token of key [B, Hkv, 1, D] goes: int64 [B, Hkv, 1]."""
+        behind = self.device.newest.expand(*key.shape[:2], 1)
+        if not isinstance(self.device, BlockCounters):
+            return self.slot if self.evicts else behind
+        free = self.device.free
+        return torch.where(free > 0, self.layer.free.index_select(-1, (free - 1).clamp(min=0)), behind)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the newest token over the slots, [B, Hq, 1, Dv]; then eviction and quantisation."""
@@ -53,7 +63,8 @@ class CapturedLayer(EngineLayer):
             self.device.lengths,
         )
         output = self.layer.attended(query, scoring, view, self.reads)
-        if self.evicts:
+        push_queries(self.layer.queries, query, self.layer.latents)
+        if self.evicts and not self.in_blocks:
             self._evict()
         self.slots.settle(self.device)
         return output
@@ -71,9 +82,23 @@ class CapturedLayer(EngineLayer):
         layer, device = self.layer, self.device
         newest = cast(int, device.seen)  # rules only compute with it
         victim = layer.victims(layer.capacity, newest, 1)
+        unused = torch.where(device.over, victim, device.newest + 1)
+        if layer.carried is not None:
+            layer.merge(victim, self.slots.key_parts(), self.slots.value_parts(), unused, device.over)
         position = layer.position.gather(-1, victim)
         layer.position.scatter_(-1, victim, torch.where(device.over, EMPTY, position))
-        self.slot.copy_(torch.where(device.over, victim, device.newest + 1))
+        self.slot.copy_(unused)
+
+    def flush(self) -> None:
+        """Evict a block where the layer evicts blocks; else quantise what the slots have to."""
+        if not isinstance(self.device, BlockCounters):
+            return self.slots.flush(self.device)
+        layer, block = self.layer, self.device.block
+        newest = cast(int, self.device.seen - 1)  # rules only compute with it
+        victims = layer.victims(self.counters.written, newest, block)
+        layer.position.scatter_(-1, victims, EMPTY)
+        top = self.counters.free  # the host has counted the eviction
+        layer.free[..., top - block : top] = victims
 
     def prepare(self) -> None:
         """On the host, before a step: make room for a token behind the last one."""
@@ -81,9 +106,12 @@ class CapturedLayer(EngineLayer):
             self.slots.prepare()
 
     def count(self) -> bool:
-        """On the host: follow one step that has run; returns whether the slots have to be flushed."""
+        """On the host: follow one step that has run; returns whether `flush` has to run now."""
+        evicted = self.counters.evicted
         if self.counters.follow_step():
             self.slots.count()
+        if self.in_blocks:
+            return self.counters.evicted > evicted
         if is_due := self.slots.flush_is_due:
             self.slots.count_flush()
         return is_due
@@ -92,7 +120,9 @@ class CapturedLayer(EngineLayer):
         """Tensors that a step changes, except slots that had not been written before it."""
         layer = self.layer
         own = [layer.free, layer.position] if layer.plan.has_positions else [layer.free]
-        return own if layer.scores is None else [*own, layer.scores]
+        if layer.carried is not None:  # merging overwrites any slot
+            own += [layer.carried, *(buffer.tensor for buffer in layer.slots.buffers(0))]
+        return [*own, *(tensor for tensor in (layer.scores, layer.queries) if tensor is not None)]
 
 
 class CapturedRagged(EngineLayer):
@@ -116,7 +146,8 @@ class CapturedRagged(EngineLayer):
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["CapturedRagged", Tensor]:
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and return the layer itself in place of keys."""
         lengths = self.layer.lengths
-        slot = self.slot if self.evicts else lengths.unsqueeze(-1)
+        behind = lengths.unsqueeze(-1)
+        slot = torch.where(self.layer.grows[:, None], behind, self.slot) if self.evicts else behind
         self.layer.put(slot, self.position.to(torch.int32), key, value)
         lengths.copy_(torch.maximum(lengths, slot.squeeze(-1) + 1))
         return self, value
@@ -141,6 +172,11 @@ class CapturedRagged(EngineLayer):
         """Tensors that a step changes, except rows that had not been written before it."""
         layer = self.layer
         return [layer.free, layer.position, layer.lengths, *([] if layer.scores is None else [layer.scores])]
+
+
+def evicts_in_blocks(layer: SlotLayer | RaggedLayer) -> bool:
+    """Whether evictions run apart from the steps: several tokens at once, or by scores of all tokens anew."""
+    return layer.evicts_to is not None and (layer.rule.rescores or layer.rule.evicts_every > 1)
 
 
 def next_slot(layer: SlotLayer | RaggedLayer) -> Tensor:

@@ -22,9 +22,10 @@ class Counters:
     All KV heads of a layer accept and evict equally many tokens. Where heads keep different numbers of tokens, the
     counters are those of the longest head. Only the layer that owns the counters advances them.
 
-    capacity: slots in all. step: most tokens of one forward. evicts_to: tokens kept between steps, None where the layer
-    never evicts. seen: tokens fed so far. written: slots that have been written. free: written slots whose token was
-    evicted and that hold no other token yet.
+    capacity: slots in all. step: most tokens of one forward. evicts_to: tokens kept after an eviction, None where the
+    layer never evicts. seen: tokens fed so far. written: slots that have been written. free: written slots whose token
+    was evicted and that hold no other token yet. evicts_every: how many tokens beyond `evicts_to` are held before an
+    eviction.
     """
 
     capacity: int = 0
@@ -33,6 +34,7 @@ class Counters:
     seen: int = 0
     written: int = 0
     free: int = 0
+    evicts_every: int = 1
 
     @property
     def kept(self) -> int:
@@ -46,15 +48,16 @@ class Counters:
 
     @property
     def excess(self) -> int:
-        """Tokens to evict before the next forward."""
-        return 0 if self.evicts_to is None else max(0, self.kept - self.evicts_to)
+        """Tokens to evict before the next forward; 0 until `evicts_every` are beyond `evicts_to`."""
+        over = 0 if self.evicts_to is None else self.kept - self.evicts_to
+        return over if over >= self.evicts_every else 0
 
     @property
     def most_written(self) -> int:
         """Slots that will ever be written if every further forward has one token."""
         if self.free:
             return self.written
-        return self.capacity if self.evicts_to is None else min(self.capacity, self.evicts_to + 1)
+        return self.capacity if self.evicts_to is None else min(self.capacity, self.evicts_to + self.evicts_every)
 
     def check_room(self, tokens: int, layer: int) -> None:
         """Raise CacheFull unless one forward of so many tokens fits; `layer` is named in the message."""
@@ -132,3 +135,29 @@ class DeviceCounters:
     def tensors(self) -> Sequence[Tensor]:
         """Everything that a step changes."""
         return [self.lengths, self.newest, self.evicted, self.over]
+
+
+class BlockCounters(DeviceCounters):
+    """Counters of layers that evict a block of tokens at once, by `flush`; a step evicts nothing.
+
+    free: int64 [1], slots on the stack of free slots. block: tokens that a flush evicts.
+    """
+
+    def __init__(
+        self, counters: Counters, seen: Tensor, packed: tuple[int, int], packs: tuple[bool, bool] = (False, False)
+    ) -> None:
+        super().__init__(counters, seen, packed, packs)
+        self.free = torch.full_like(self.newest, counters.free)
+        self.block = counters.evicts_every
+
+    def evict(self) -> None:
+        """Count the free slot that this step's token took, if it took one."""
+        self.free.sub_(1).clamp_(min=0)
+
+    def flush(self) -> None:
+        """Count the block of tokens that was evicted."""
+        self.evicted.add_(self.block)
+        self.free.add_(self.block)
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [*super().tensors(), self.free]

@@ -60,7 +60,8 @@ def continuation(
         raise UserError(f"max_new_tokens={max_new_tokens}; type max_new_tokens=1 or more")
     if ids is None and cache.seen > cache.prompt_tokens:
         raise UserError("the cache has been fed since its prompt; give the ids that follow, the last new token first")
-    engaged = [ids is not None and cache.has_compressed]  # the prompt's own logits come before any compression
+    # The prompt's own logits come before any compression, unless the prompt was read in chunks.
+    engaged = [cache.compressed_before_last_logits if ids is None else cache.has_compressed]
     logits = cache.last_logits if ids is None else step(model, ids, cache)[:, -1]
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
     tokens: list[Tensor] = []

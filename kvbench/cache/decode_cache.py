@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.forward import check_ids, check_known
 from kvbench.cache.slots import Buffer
+from kvbench.cache.snapshot import Snapshot
 from kvbench.errors import UserError
 
 
@@ -18,14 +19,22 @@ class DecodeCache:
 
     last_logits: [B, V], the model's prediction after the prompt. prompt_tokens: the prompt's length.
     positions_processed: token positions of a row that were run through the model for this cache, the prompt's first.
-    compress_ms: wall time of building the cache.
+    compress_ms: wall time of building the cache. prefill_ms: wall time of the prompt's forwards, where the prompt was
+    read in chunks; None where the cache was built from a record, which has the time. compressed_before_last_logits:
+    whether a chunk before the prompt's last one had been compressed.
     """
 
     recomputes: ClassVar[bool] = False
     """Whether every step runs the whole prefix through the model, because nothing is cached."""
     not_captured: ClassVar[str | None] = None
     """Why this kind of cache has no step for a CUDA graph; None where it may have one."""
+    replaces_tensors: ClassVar[bool] = False
+    """Whether a forward puts new tensors in the place of old ones and never writes into one that is held."""
+    shares_memory: bool = False
+    """Whether other requests use some of the cache's memory."""
     compress_ms: float = 0.0
+    prefill_ms: float | None = None
+    compressed_before_last_logits: bool = False
 
     last_logits: Tensor
     prompt_tokens: int
@@ -84,7 +93,7 @@ class DecodeCache:
 
         Targets are fed `size` at a time. The first is predicted by the prompt's last logits.
         """
-        yield self.last_logits, False
+        yield self.last_logits, self.compressed_before_last_logits
         for start in range(0, targets.shape[1] - 1, size):
             engaged = self.has_compressed
             block = targets[:, start : min(start + size, targets.shape[1] - 1)]
@@ -97,7 +106,32 @@ class DecodeCache:
         if ids.shape[0] != batch:
             raise UserError(f"ids has {ids.shape[0]} rows and the cache {batch}; give one row for each prompt")
 
-    # Evicted tokens cannot come back, and slots belong to one prompt: what transformers' caches can do is refused.
+    @torch.inference_mode()
+    def snapshot(self) -> Snapshot:
+        """What the cache holds now, for `restore`; it takes as much memory as the cache.
+
+        Raises UserError where other requests share the cache's memory.
+        """
+        if self.shares_memory:
+            raise UserError(
+                "this cache shares blocks with other requests and cannot go back alone; build one of its own: "
+                "build_cache(model, method, record)"
+            )
+        return Snapshot(self, copies=not self.replaces_tensors)
+
+    @torch.inference_mode()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this cache, in the same memory: what follows gives the same bits as then.
+
+        A captured decode step (`kvbench.cache.captured`) counts by itself and has to be captured again. Raises
+        UserError for another cache's snapshot.
+        """
+        if snapshot.root is not self:
+            raise UserError("this snapshot is of another cache; restore one that this cache's snapshot() returned")
+        snapshot.put_back()
+
+    # Without a snapshot evicted tokens cannot come back, and slots belong to one prompt: what transformers' caches can
+    # do is refused.
 
     def reset(self) -> None:
         """Raise UserError, as the following methods do: build another cache from the record instead."""

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters
+from kvbench.cache.held import held_in_slots, push_queries, query_ring
 from kvbench.cache.layer_base import EngineLayer
+from kvbench.cache.merge import Evicted, changed_slots, merge_prompt, only_where
 from kvbench.cache.plan import LayerPlan
+from kvbench.cache.ranking import EMPTY, ascending, first_evicted, lowest
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.rule import NO_SCORES
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer, Slots
 from kvbench.kernels.options import AttendOptions
@@ -43,18 +46,28 @@ class SlotLayer(EngineLayer):
     tokens evicted and the store quantises. All heads and batch rows keep equally many tokens.
 
     position: int32 [B, Hkv, S], the token in each slot, EMPTY where there is none. Where the rule keeps every token,
-    slot i holds token i and one row serves all heads. scores: float32 [B, Hkv, S] or None. free: int64
-    [B, Hkv, step], a stack of slots whose tokens were evicted and that are not reused yet; `counters.free` of them.
+    slot i holds token i and one row serves all heads. scores: float32 [B, Hkv, S] or None. queries: the newest ones,
+    [B, Hq, w, D], where the rule scores anew by them; else None. free: int64 [B, Hkv, n], a stack of slots whose tokens
+    were evicted and that are not reused yet; `counters.free` of them.
+    carried: what a rule that merges carries from one decision to the next; None where the rule does not merge.
     """
 
-    def __init__(self, plan: LayerPlan, slots: Slots, position: Tensor, scores: Tensor | None = None) -> None:
-        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to))
+    def __init__(
+        self,
+        plan: LayerPlan,
+        slots: Slots,
+        position: Tensor,
+        scores: Tensor | None = None,
+        queries: Tensor | None = None,
+    ) -> None:
+        super().__init__(Counters(position.shape[-1], plan.step, plan.evicts_to, evicts_every=plan.rule.evicts_every))
         slots.position = position
         self.plan, self.slots, self.position, self.scores = plan, slots, position, scores
         self.index, self.rule, self.kernel, self.latents = plan.index, plan.rule, plan.kernel, plan.latents
-        self.rotate_back = plan.rotate_back
+        self.rotate_back, self.queries = plan.rotate_back, queries
         self.n_sink = 0 if plan.rotate_back is None else plan.rule.sinks_in_place
         self.free = free_slots(position.shape[:2], plan, position.device)
+        self.carried: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -87,19 +100,22 @@ class SlotLayer(EngineLayer):
         return self.evicted > 0 or self.has_quantised
 
     def fill(self, key: Tensor, value: Tensor, position: Tensor, scores: Tensor | None, seen: int) -> None:
-        """Take the kept tokens of a prompt: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n]."""
-        n = key.shape[2]
+        """Take kept tokens of a prompt: key [B, Hkv, n, D], value, position [B, Hkv, n], scores [B, Hkv, n].
+
+        They go behind those held, where the prompt is read in chunks. seen: tokens of the prompt so far.
+        """
+        behind = slice(self.counters.written, self.counters.written + key.shape[2])
         if self.plan.has_positions:
-            self.position[..., :n] = position
+            self.position[..., behind] = position
         self.slots.fill(key, value)
         if self.scores is not None and scores is not None:
-            self.scores[..., :n] = scores
-        self.counters.fill(n, seen)
+            self.scores[..., behind] = scores
+        self.counters.fill(behind.stop, seen)
         self.slots.settle()
 
-    def adopt(self, tokens: int) -> None:
-        """Take note that the slots hold the first tokens of a prompt already, all of them."""
-        self.counters.fill(tokens, tokens)
+    def adopt(self, kept: int, seen: int) -> None:
+        """Take note that the first `kept` slots hold tokens already, of a prompt of `seen` tokens."""
+        self.counters.fill(kept, seen)
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple["SlotLayer", "SlotLayer"]:
         """Write q new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv], and return the layer itself twice.
@@ -159,8 +175,11 @@ class SlotLayer(EngineLayer):
         keys, values = self.slots.key_parts(), self.slots.value_parts()
         view = SlotView(self.kernel.attend, keys, values, written, visible, self.evicted or None)
         output = self.attended(query, scoring, view, self.scores is not None and self.rule.reads_attention)
+        push_queries(self.queries, query, self.latents)
         if count := self.counters.excess:
             victims = self.victims(written, self.seen - 1, count)
+            if self.carried is not None:
+                self.merge(victims, keys, values, victims)
             self.position.scatter_(-1, victims, EMPTY)
             push(self.free, self.counters, victims)
         self.slots.settle()
@@ -185,9 +204,43 @@ class SlotLayer(EngineLayer):
         """Of the first `slots` slots those with the lowest priorities, [B, Hkv, count]; newest: the newest position."""
         assert self.plan.budget is not None
         position = self.position[..., :slots]
+        if self.scores is not None and self.rule.rescores:
+            return self._victims_by_new_scores(position, self.scores[..., :slots], newest, count)
         scores = NO_SCORES if self.scores is None else self.scores[..., :slots]
         priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
         return lowest(priority, position, count)
+
+    def merge(
+        self, victims: Tensor, keys: Sequence[Part], values: Sequence[Part], unused: Tensor, over: Tensor | None = None
+    ) -> None:
+        """Merge the tokens in the slots `victims` [B, Hkv, c] into kept ones, as the rule says.
+
+        unused: slots [B, Hkv, c] that hold nothing from now on. over: bool [], merge only if it is.
+        """
+        assert self.carried is not None
+        key, value = self.slots.read(keys, values)
+        position = self.position[..., : key.shape[2]]
+        stays = (position != EMPTY).scatter(-1, victims, False)
+        scores = None if self.scores is None else self.scores[..., : key.shape[2]]
+        evicted = Evicted(key, value, position, stays, scores, victims, self.index, self.carried)
+        merge = self.rule.merge(evicted)
+        merge = merge if over is None else only_where(merge, over, self.carried)
+        self.slots.overwrite(*changed_slots(evicted, merge, unused))
+        if merge.carried is not None:
+            self.carried.copy_(merge.carried)
+
+    def _victims_by_new_scores(self, position: Tensor, scores: Tensor, newest: int, count: int) -> Tensor:
+        """`victims` of a rule that scores all tokens anew; their scores are kept."""
+        plan = self.plan
+        assert plan.budget is not None and plan.scoring is not None
+        kept = plan.budget + count
+        held, slot = held_in_slots(
+            self.slots, position, scores, kept, newest + 1, self.queries, plan.scoring, plan.rotate_back
+        )
+        new = self.rule.scores_at_eviction(held).to(scores.dtype)
+        scores.scatter_(-1, slot, new)
+        priority = self.rule.priority(new, held.position, newest, plan.budget, self.index)
+        return slot.gather(-1, first_evicted(priority, count))
 
     def _visible(self, q: int, scoring: Scoring) -> Tensor | None:
         """Which slots each of the q newest tokens sees, [B, Hkv, q, S]; None where all see all."""
@@ -211,31 +264,45 @@ class SlotLayer(EngineLayer):
         yield from self.slots.buffers(self.kept)
         yield Buffer("positions", self.position, self.kept / self.capacity)
         yield Buffer("positions", self.free, 1.0)
+        if self.carried is not None and self.carried.numel():
+            yield Buffer("scores", self.carried, 1.0)
         if self.scores is not None:
             yield Buffer("scores", self.scores, self.kept / self.capacity)
+        if self.queries is not None:
+            yield Buffer("queries", self.queries, 1.0)
 
 
 def slot_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> SlotLayer:
     """The layer of a prompt of which every head keeps equally many tokens; copies from the record."""
     kept, scores = selection.kept, selection.scores
-    shape = plan.shape(record, plan.slots_for(kept.shape[2]))
+    layer = empty_layer(record, plan, kept.shape[2], keeps_scores=scores is not None)
+    key, value = record.key, record.value
+    if plan.rule.merges:
+        key, value, carried = merge_prompt(plan.rule, key, value, kept, scores, plan.index)
+        layer.carried = None if plan.evicts_to is None else carried
+    layer.fill(
+        rows_at(key, kept),
+        rows_at(value, kept),
+        kept.to(torch.int32),
+        None if scores is None else scores.gather(-1, kept),
+        record.key.shape[2],
+    )
+    return layer
+
+
+def empty_layer(record: LayerRecord, plan: LayerPlan, kept: int, keeps_scores: bool) -> SlotLayer:
+    """A layer like the record's that holds nothing, with slots for `kept` tokens of the prompt and those to come."""
+    shape = plan.shape(record, plan.slots_for(kept))
     lead = shape.batch, shape.kv_heads, shape.slots
     if plan.budget is None:
         position = torch.arange(shape.slots, dtype=torch.int32, device=shape.device).expand(lead)
     else:
         position = torch.full(lead, EMPTY, dtype=torch.int32, device=shape.device)
     # A cache that only appends after its prompt decides nothing any more and needs no scores.
-    keeps_scores = scores is not None and plan.evicts_to is not None
-    held = torch.zeros(lead, device=shape.device) if keeps_scores else None
-    layer = SlotLayer(plan, plan.store.allocate(shape), position, held)
-    layer.fill(
-        rows_at(record.key, kept),
-        rows_at(record.value, kept),
-        kept.to(torch.int32),
-        None if scores is None else scores.gather(-1, kept),
-        record.key.shape[2],
-    )
-    return layer
+    decides = keeps_scores and plan.evicts_to is not None
+    held = torch.zeros(lead, device=shape.device) if decides else None
+    queries = query_ring(record, plan.rule.observations()) if decides and plan.rule.rescores else None
+    return SlotLayer(plan, plan.store.allocate(shape), position, held, queries)
 
 
 def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
@@ -246,8 +313,8 @@ def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def free_slots(lead: tuple[int, ...], plan: LayerPlan, device: torch.device) -> Tensor:
-    """An empty stack of free slots, int64 [B, Hkv, step]; without width where the layer never evicts."""
-    return torch.zeros(*lead, 0 if plan.evicts_to is None else plan.step, dtype=torch.int64, device=device)
+    """An empty stack of free slots, int64 [B, Hkv, n]; without width where the layer never evicts."""
+    return torch.zeros(*lead, plan.most_evicted, dtype=torch.int64, device=device)
 
 
 def push(free: Tensor, counters: Counters, victims: Tensor) -> None:
@@ -255,13 +322,6 @@ def push(free: Tensor, counters: Counters, victims: Tensor) -> None:
     count = victims.shape[-1]
     free[..., counters.free : counters.free + count] = victims
     counters.evict(count)
-
-
-def ascending(position: Tensor) -> Tensor:
-    """Positions [B, Hkv, S] in ascending order, int64, EMPTY ones last."""
-    never = torch.iinfo(torch.int32).max
-    ordered = position.masked_fill(position == EMPTY, never).sort(-1).values
-    return ordered.masked_fill(ordered == never, EMPTY).long()
 
 
 def shared_by_heads(probabilities: Tensor, heads: int) -> Tensor:

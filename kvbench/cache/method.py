@@ -20,6 +20,12 @@ class Method:
     name: str
     rule: KeepRule
     store: Store
+    prefill_chunk: int | None = None
+    """Tokens of the prompt that are read at a time, the rule evicting after each; None: the prompt in one piece."""
+
+    def reads_in_chunks(self, prompt: int) -> bool:
+        """Whether a prompt of that length is read in several chunks."""
+        return self.prefill_chunk is not None and self.prefill_chunk < prompt
 
     @property
     def kind(self) -> Kind:
@@ -54,6 +60,12 @@ class Method:
             raise UserError(
                 f"method={self.name} gives heads different lengths in blocks of a pool, which "
                 f"{type(self.store).__name__} cannot be held in; choose store=dense, int8, int4, int2 or rot4"
+            )
+        if self.rule.merges and (mla is not None or not self.store.mergeable):
+            held = "latent attention" if mla is not None else type(self.store).__name__
+            raise UserError(
+                f"method={self.name} merges tokens, which {held} cannot be written back after; "
+                "choose store=dense, bf16, int8, int4, int2 or rot4, or another method"
             )
         if self.rule.budget is not None and self.rule.holds_budget and not self.store.writable:
             raise UserError(

@@ -146,6 +146,11 @@ class LatentSlots(Slots):
     def restore_output(self, output: Tensor) -> Tensor:
         return self.latents.project(self.codes.restore_output(output)) if self.absorbs else output
 
+    def read_back(self) -> tuple[Tensor, Tensor]:
+        latent = self.codes.restore_keys(read_all(self.codes.key_parts(), torch.float32))
+        key = torch.cat([latent, read_all(self.rotated.key_parts(), torch.float32)], dim=-1)
+        return key, key[..., : self.rank]
+
     @property
     def has_quantised(self) -> bool:
         return self.codes.has_quantised

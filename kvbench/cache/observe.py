@@ -1,8 +1,10 @@
 """Named quantities that a prefill can record beside keys and values."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvbench.cache.rotary import RotateBack
@@ -26,6 +28,13 @@ class Observation:
         """
         raise TypeError(f"{type(self).__name__} does not define `compute`")
 
+    def of_chunk(self, probabilities: Tensor) -> Tensor:
+        """The quantity of a chunk of a prompt, from its probabilities [B, Hkv, Hq / Hkv, q, T] over T held tokens.
+
+        For rules with `observed_scores`; a quantity that probabilities do not give needs the prompt in one piece.
+        """
+        raise TypeError(f"{type(self).__name__} does not define `of_chunk`")
+
 
 @dataclass(frozen=True)
 class ColumnSums(Observation):
@@ -45,6 +54,37 @@ class LastQueries(Observation):
 
     def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
         return last_queries(query, key, scoring, self.count)
+
+    def of_chunk(self, probabilities: Tensor) -> Tensor:
+        return probabilities[..., -self.count :, :].to(torch.float32)
+
+
+@dataclass(frozen=True)
+class RecentQueries(Observation):
+    """The last `count` queries themselves, rotated: [B, Hq, count, D], fewer for a shorter prompt.
+
+    Of a rule that scores tokens anew when decode evicts, the layer keeps the newest `count` queries from then on.
+    """
+
+    count: int = 8
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        return query[:, :, -self.count :].clone()
+
+
+@dataclass(frozen=True)
+class QueriesAt(Observation):
+    """The queries at some positions, with their rotary embedding: [B, Hq, n, D] for n `positions`."""
+
+    positions: tuple[int, ...] = ()
+
+    def compute(self, query: Tensor, key: Tensor, scoring: Scoring, rotation: RotateBack | None = None) -> Tensor:
+        return query[:, :, list(self.positions)]
+
+
+def recent_queries(observations: Iterable[Observation]) -> int:
+    """How many of the newest queries a rule with these observations is given at each eviction; 0: none."""
+    return next((each.count for each in observations if isinstance(each, RecentQueries)), 0)
 
 
 SOFTCAPPED = (

@@ -172,6 +172,9 @@ class PagedSlots(Slots):
     def transform_query(self, query: Tensor) -> Tensor:
         return self.pool.slots.transform_query(query)
 
+    def restore_keys(self, key: Tensor) -> Tensor:
+        return self.pool.slots.restore_keys(key)
+
     def restore_output(self, output: Tensor) -> Tensor:
         return self.pool.slots.restore_output(output)
 

@@ -31,6 +31,7 @@ def prefill(
     rules: Iterable[KeepRule] = (),
     on_host: bool = False,
     future: Future | None = None,
+    observations: Iterable[Observation] = (),
 ) -> PrefillRecord:
     """Run prompts once with exact attention and record what the rules ask for.
 
@@ -39,11 +40,12 @@ def prefill(
         on_host: layer by layer the record goes to the host's memory, and comes back when a cache is built from it.
         future: the tokens to come, for rules that see them. Without it such rules keep the newest tokens: enough for
             bytes and times, which do not depend on which tokens are kept.
+        observations: what to record beside what the rules ask for.
 
     Raises UserError for ids that are not such a batch of this model's tokens, and for families that cannot be recorded.
     """
     check_prompt(model, ids)
-    wanted = [observation for rule in rules for observation in rule.observations()]
+    wanted = [*observations, *(observation for rule in rules for observation in rule.observations())]
     record = _prefill(model, ids, [observation for observation in wanted if observation.from_prompt], on_host)
     for observation in dict.fromkeys(wanted):
         if isinstance(observation, OutputNorms):

@@ -168,6 +168,7 @@ class PrefixPool:
             cache = self._from_blocks(model, method, ids, blocks, n, max_new_tokens)
         else:
             cache = self._from_prompt(model, method, ids, max_new_tokens)
+        cache.shares_memory = True
         self.positions_saved += n
         if self.share:
             new = self.index.add(tokens, list(zip(*(slots.held[0] for slots in slots_of(cache)), strict=True)))
@@ -227,7 +228,7 @@ class PrefixPool:
         with self._freed_on_failure(cache), kvbench_attention(model):
             for layer, slots, numbers in zip(layers, slots_of(cache), zip(*blocks, strict=True), strict=True):
                 slots.adopt(numbers, n)
-                layer.adopt(n)
+                layer.adopt(n, n)
             for piece in ids[:, n:].split(PIECE, dim=1):
                 cache.last_logits = forward(model, piece, cache, logits_to_keep=1)[:, -1].clone()
                 cache.positions_processed += piece.shape[1]

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.cache.counters import Counters
-from kvbench.cache.layer import ascending, free_slots, push
+from kvbench.cache.counters import CacheFull, Counters
+from kvbench.cache.layer import free_slots, push
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.plan import LayerPlan
 from kvbench.cache.pool import Pool, blocks_for
+from kvbench.cache.ranking import EMPTY, ascending, lowest
 from kvbench.cache.record import LayerRecord
-from kvbench.cache.rule import EMPTY, NO_SCORES, lowest
+from kvbench.cache.rule import NO_SCORES
 from kvbench.cache.selection import Selection
 from kvbench.cache.slots import Buffer
 from kvbench.kernels.options import AttendOptions
@@ -24,8 +25,9 @@ class RaggedLayer(EngineLayer):
     """A `SlotLayer` in which each batch row and head has a length of its own.
 
     A forward of q tokens writes them and attends over all kept tokens and itself. Then, where the layer evicts, every
-    head evicts q tokens: each keeps as many tokens as it kept of the prompt. Positions and scores lie in the rows of
-    the pool, as keys and values do. `counters` are those of the longest head.
+    head evicts q tokens: each keeps as many tokens as it kept of the prompt, except heads that keep every new token
+    (`grows`, bool [Hkv]). Positions and scores lie in the rows of the pool, as keys and values do. `counters` are those
+    of the longest head that evicts, or of the longest head where none does.
 
     table: int32 [B, Hkv, n], the blocks of each head. lengths: int64 [B, Hkv], slots written. position: int32 [rows of
     the pool], the token in each row. scores: float32 [rows of the pool] or None. free: int64 [B, Hkv, step], a stack of
@@ -33,25 +35,37 @@ class RaggedLayer(EngineLayer):
     """
 
     def __init__(self, plan: LayerPlan, pool: Pool, table: Tensor, lengths: Tensor, prompt: int) -> None:
-        longest = int(lengths.max())
-        super().__init__(Counters(longest + plan.room, plan.step, None if plan.evicts_to is None else longest))
+        self.grows = growing_heads(plan, lengths)
+        self.evicts = plan.evicts_to is not None and not bool(self.grows.all())
+        self.prompt, self.longest_growing = prompt, int(lengths.masked_fill(~self.grows, 0).max())
+        longest = int(lengths.masked_fill(self.grows & self.evicts, 0).max())
+        room = plan.room if self.evicts else plan.max_new_tokens
+        super().__init__(Counters(longest + room, plan.step, longest if self.evicts else None))
         self.counters.fill(longest, prompt)
         self.plan, self.pool, self.table, self.lengths = plan, pool, table, lengths
         self.index, self.rule, self.kernel = plan.index, plan.rule, plan.kernel
         self.prompt_longest, self.prompt_kept = longest, float(lengths.double().mean())
         self.position = torch.full((pool.rows,), EMPTY, dtype=torch.int32, device=table.device)
+        self.share_growing = float(self.grows.double().mean())
         self.scores: Tensor | None = None
         self.free = free_slots(lengths.shape, plan, table.device)
 
     @property
     def evicts_to(self) -> int | None:
         """Tokens kept between steps, the mean over heads; None where the layer never evicts."""
-        return self.plan.evicts_to
+        return self.plan.evicts_to if self.evicts else None
 
     @property
     def kept(self) -> float:
         """Tokens held now, the mean over heads."""
-        return self.prompt_kept + (self.counters.kept - self.prompt_longest)
+        added = self.counters.kept - self.prompt_longest
+        return self.prompt_kept + added + self.share_growing * (self.seen - self.prompt - added)
+
+    @property
+    def written(self) -> int:
+        """Slots of the longest head that have been written."""
+        growing = self.longest_growing + self.seen - self.prompt if self.longest_growing else 0
+        return max(self.counters.written, growing)
 
     @property
     def evicted(self) -> float:
@@ -90,10 +104,11 @@ class RaggedLayer(EngineLayer):
         q, start, top = key.shape[2], self.seen, self.counters.free
         self.check_room(q)
         reused = self.counters.accept(q)
-        behind = self.lengths.unsqueeze(-1) + torch.arange(q - reused, device=key.device)
-        slot = torch.cat([self.free[..., top - reused : top], behind], dim=-1)
+        behind = self.lengths.unsqueeze(-1) + torch.arange(q, device=key.device)
+        slot = torch.cat([self.free[..., top - reused : top], behind[..., : q - reused]], dim=-1)
+        slot = torch.where(self.grows[:, None], behind, slot)
         self.put(slot, torch.arange(start, start + q, dtype=torch.int32, device=key.device), key, value)
-        self.lengths += q - reused
+        self.lengths += torch.where(self.grows, q, q - reused)
         return self, value
 
     def put(self, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
@@ -109,10 +124,15 @@ class RaggedLayer(EngineLayer):
     def check_room(self, q: int) -> None:
         """Raise CacheFull unless q more tokens fit in one forward."""
         self.counters.check_room(q, self.index)
+        if self.longest_growing and self.seen + q > self.prompt + self.plan.max_new_tokens:
+            raise CacheFull(
+                f"layer {self.index} was built for {self.plan.max_new_tokens} tokens after its prompt; "
+                "build the cache with a larger max_new_tokens"
+            )
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the q newest tokens over the slots, [B, Hq, q, Dv]; then eviction."""
-        slots = self.counters.written
+        slots = self.written
         output = self.attended(query, scoring, slots, self._visible(query.shape[2]))
         if count := self.counters.excess:
             push(self.free, self.counters, self.victims(slots, self.seen - 1, count))
@@ -146,7 +166,7 @@ class RaggedLayer(EngineLayer):
     def positions(self, slots: int | None = None) -> Tensor:
         """The token in each of the first slots (None: of the longest head's), EMPTY where there is none: int32
         [B, Hkv, slots]."""
-        rows, written = self._rows(self.counters.written if slots is None else slots)
+        rows, written = self._rows(self.written if slots is None else slots)
         return self.position[rows].masked_fill(~written, EMPTY)
 
     def _visible(self, q: int) -> Tensor | None:
@@ -158,9 +178,10 @@ class RaggedLayer(EngineLayer):
         return (position != EMPTY) & (position <= newest)
 
     def victims(self, slots: int, newest: int, count: int) -> Tensor:
-        """Empty the slots with the lowest priorities, `count` of each head, and return them: [B, Hkv, count].
+        """Empty the slots with the lowest priorities, `count` of each head that evicts; returns them [B, Hkv, count].
 
-        slots: how many of each head's slots are looked at. newest: the newest token's position.
+        What is returned for a head that keeps every token has no meaning. slots: how many of each head's slots are
+        looked at. newest: the newest token's position.
         """
         assert self.plan.budget is not None
         rows, _ = self._rows(slots)
@@ -168,7 +189,8 @@ class RaggedLayer(EngineLayer):
         scores = NO_SCORES if self.scores is None else self.scores[rows]
         priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
         found = lowest(priority, position, count)
-        self.position.scatter_(0, rows.gather(-1, found).flatten(), EMPTY)
+        emptied = torch.where(self.grows[:, None], position.gather(-1, found), EMPTY)
+        self.position.scatter_(0, rows.gather(-1, found).flatten(), emptied.flatten())
         return found
 
     def kept_positions(self) -> Tensor:
@@ -189,11 +211,17 @@ class RaggedLayer(EngineLayer):
 def ragged_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> RaggedLayer:
     """The layer of a prompt of which each head keeps a number of tokens of its own; copies from the record."""
     lengths, prompt = selection.kept.sum(-1), record.key.shape[2]
-    table = consecutive_blocks(lengths + plan.room)
+    table = consecutive_blocks(lengths + torch.where(growing_heads(plan, lengths), plan.max_new_tokens, plan.room))
     pool = Pool(plan.store, plan.shape(record, prompt), heads=1, blocks=int(table.max()) + 1)
     layer = RaggedLayer(plan, pool, table, lengths, prompt)
     layer.fill(record.key, record.value, selection.kept, None if plan.evicts_to is None else selection.scores)
     return layer
+
+
+def growing_heads(plan: LayerPlan, lengths: Tensor) -> Tensor:
+    """Which heads keep every new token although the rule evicts: bool [Hkv]; lengths: [B, Hkv]."""
+    grows = None if plan.evicts_to is None else plan.rule.growing_heads()
+    return torch.zeros_like(lengths[0], dtype=torch.bool) if grows is None else grows
 
 
 def consecutive_blocks(tokens: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ class RecomputeCache(DecodeCache):
     """ids: [B, T], the prompt and every token fed after it. No keys and values are held."""
 
     recomputes = True
+    replaces_tensors = True
     not_captured = "without a cache every step is as long as the prefix"
 
     def __init__(self, ids: Tensor, last_logits: Tensor) -> None:

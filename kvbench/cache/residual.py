@@ -54,11 +54,12 @@ class PerChannel:
         self.residual = residual_rows(residual_length, width, shape)
 
     def fill(self, rows: Tensor) -> None:
-        """Take a prompt's rows [B, Hkv, n, D]."""
+        """Take a prompt's rows [B, Hkv, n, D], or its next ones."""
+        rows = torch.cat([self.residual[:, :, : self.length - self.groups.length], rows], dim=2)
         whole = rows.shape[2] // self.residual_length * self.residual_length
         self.groups.append(rows[:, :, :whole])
         self.residual[:, :, : rows.shape[2] - whole] = rows[:, :, whole:]
-        self.length = rows.shape[2]
+        self.length = self.groups.length + rows.shape[2] - whole
 
     def append(self, rows: Tensor) -> None:
         """Write rows [B, Hkv, q, D] behind those held, in full precision."""
@@ -129,10 +130,11 @@ class PerToken:
         self.schedule = Schedule(residual_length, ring=self.residual.shape[2])
 
     def fill(self, rows: Tensor) -> None:
-        """Take a prompt's rows [B, Hkv, n, D]."""
+        """Take a prompt's rows [B, Hkv, n, D], or its next ones."""
+        rows = torch.cat([*self._ring(), rows], dim=2)
         older = max(0, rows.shape[2] - self.residual_length)
         self.groups.append(rows[:, :, :older])
-        self.length = older
+        self.length = self.groups.length
         self.append(rows[:, :, older:])
 
     def append(self, rows: Tensor) -> None:

@@ -47,11 +47,11 @@ class RotateBack:
         """
         return self._turn_back(query, *self.angles(query, tokens))
 
-    def to_start(self, query: Tensor, first: int) -> Tensor:
+    def to_start(self, query: Tensor, first: int | Tensor) -> Tensor:
         """query [B, Hq, n, D], rotated for positions first, first + 1, ..., as it was before (yarn's scaling stays)."""
         return self._turn_back(query, *self._angles_at(query, first, query.shape[2]))
 
-    def by_mean(self, key: Tensor, first: int, count: int) -> Tensor:
+    def by_mean(self, key: Tensor, first: int | Tensor, count: int) -> Tensor:
         """R' k of each key [B, Hkv, T, D], R being the mean rotation over positions first .. first + count - 1."""
         return self._turn_back(key, *(turn.mean(1, keepdim=True) for turn in self._angles_at(key, first, count)))
 

@@ -1,6 +1,7 @@
 """Which tokens stay in the cache. A keep rule gives every slot a priority; the engine evicts the lowest priorities."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -9,19 +10,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.cache.merge import Evicted, Merge
 from kvbench.cache.observe import Observation
-from kvbench.cache.rule_settings import Whole, check_settings, protected_counts
+from kvbench.cache.ranking import EMPTY as EMPTY
+from kvbench.cache.ranking import KEEP as KEEP
+from kvbench.cache.ranking import keep_best as keep_best
+from kvbench.cache.ranking import keep_best_of_heads as keep_best_of_heads
+from kvbench.cache.ranking import lowest as lowest
+from kvbench.cache.rule_settings import Whole, check_budget, check_settings, protected_counts
 from kvbench.cache.rule_settings import is_whole as is_whole
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
+    from kvbench.cache.held import HeldTokens
     from kvbench.cache.record import LayerRecord, PrefillRecord
-
-EMPTY = -1
-"""`position` of a slot that holds no token."""
-
-KEEP = math.inf
-"""Priority of a token that must not be evicted."""
 
 Budget = int | float | None
 
@@ -64,6 +66,8 @@ class KeepRule:
     """Allowed values of `decode`. A rule whose scores need the whole prompt cannot evict during decode."""
     reads_attention: ClassVar[bool] = False
     """Whether `updated_scores` needs each step's attention probabilities."""
+    needs_host: ClassVar[bool] = False
+    """Whether `scores_at_eviction` reads numbers on the host, so that no decode step can be captured."""
     ragged_heads: ClassVar[bool] = False
     """Whether the heads of a layer may keep different numbers of tokens; see `head_tokens`."""
     recent_half: ClassVar[bool] = False
@@ -71,6 +75,12 @@ class KeepRule:
     their number."""
     sees_future: ClassVar[bool] = False
     """Whether the rule knows the tokens to come: a bound for real rules, never a recommendation."""
+    calibrates: ClassVar[bool] = False
+    """Whether the rule needs to know first which heads retrieve: see `kvbench.cache.retrieval`."""
+    merges: ClassVar[bool] = False
+    """Whether evicted tokens are merged into kept ones, as `merge` says."""
+    carries: ClassVar[int] = 0
+    """How many numbers a head carries from one `merge` to the next."""
     pick: ClassVar[str | None] = None
     """Name of the one evictable token that the smallest budget has room for; None: protected tokens suffice."""
 
@@ -154,6 +164,22 @@ class KeepRule:
         return self.decode == "evict"
 
     @property
+    def merges_prompt(self) -> bool:
+        """Whether tokens that the prompt's own cut evicts are merged too, in a rule that `merges`."""
+        return True
+
+    @property
+    def evicts_every(self) -> int:
+        """Tokens that a decode which evicts takes in between two evictions: it holds the budget and, before it evicts,
+        so many tokens more."""
+        return 1
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the rule scores all tokens anew when decode evicts: see `scores_at_eviction`."""
+        return type(self).scores_at_eviction is not KeepRule.scores_at_eviction
+
+    @property
     def sinks_in_place(self) -> int:
         """Number of first tokens whose distance to the query is counted inside the cache; 0: original positions."""
         return 0
@@ -192,6 +218,14 @@ class KeepRule:
         """
         return None
 
+    def growing_heads(self) -> Tensor | None:
+        """Which heads of a layer keep every new token while the others evict: bool [Hkv]; None: no head."""
+        return None
+
+    def calibrated(self, retrieval: dict[int, Tensor]) -> "KeepRule":
+        """The rule with each head's retrieval, float32 [Hkv] by layer; only called where it `calibrates`."""
+        raise TypeError(f"{self.name} takes no calibration")
+
     def for_tokenizer(self, tokenizer: Any) -> "KeepRule":
         """The rule for a model with this tokenizer (None: it has none): itself, unless it feeds words of its own."""
         return self
@@ -212,6 +246,14 @@ class KeepRule:
         """Scores of the prompt's tokens, float32 [B, Hkv, T]; None where the rule keeps no scores."""
         return None
 
+    def observed_scores(self, observed: Mapping[Observation, Tensor]) -> Tensor | None:
+        """Scores from the observations alone: float32 [B, Hkv, T]; None where they do not suffice.
+
+        A rule that overrides it can read a prompt in chunks: at each chunk's end it scores all T tokens that are held,
+        in order of position, by what the chunk's last queries observe.
+        """
+        return None
+
     def fresh_scores(self, key: Tensor, value: Tensor) -> Tensor | float:
         """Scores of new tokens before any query has attended to them: float32 [B, Hkv, q], or 0.
 
@@ -222,6 +264,18 @@ class KeepRule:
     def updated_scores(self, scores: Tensor, probabilities: Tensor) -> Tensor:
         """Scores after a step: float32 [B, Hkv, S] from probabilities [B, Hkv, Hq / Hkv, q, S]."""
         return scores
+
+    def merge(self, evicted: Evicted) -> Merge:
+        """Where the keys and values of evicted tokens go; called after each decision of a rule that `merges`."""
+        raise TypeError(f"{self.name} does not define `merge`")
+
+    def scores_at_eviction(self, held: "HeldTokens") -> Tensor:
+        """Scores of the tokens held, float32 [B, Hkv, n], before each eviction of decode; the layer keeps them.
+
+        For rules that decide by the keys, values or last queries of that moment. Called where a rule overrides it,
+        which needs `initial_scores` as well.
+        """
+        return held.scores
 
     def priority(self, scores: Tensor, position: Tensor, newest: int, budget: int, layer: int) -> Tensor:
         """Priority of each slot's token: `KEEP` for protected tokens, `evictable_priority` for the others.
@@ -262,48 +316,3 @@ class KeepRule:
 @dataclass(frozen=True)
 class SlidingWindow(KeepRule):
     """Keeps the last `budget` tokens: all that a model's own sliding-window layer needs between steps."""
-
-
-def check_budget(budget: object) -> None:
-    """Raise UserError unless `budget` is an integer >= 1 or a number strictly between 0 and 1."""
-    if (is_whole(budget) and budget >= 1) or (isinstance(budget, float) and 0 < budget < 1):
-        return
-    raise UserError(
-        f"budget={budget} is not a budget; type a whole number of tokens (budget=256) "
-        f"or a share of the prompt strictly between 0 and 1 (budget=0.25)"
-    )
-
-
-def keep_best(priority: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest priorities of a prompt, in order of position: [B, Hkv, count].
-
-    Of equal priorities the older tokens are cut: the sort is stable, so they come first.
-    """
-    order = priority.sort(dim=-1, stable=True).indices
-    return order[..., priority.shape[-1] - count :].sort(-1).values
-
-
-def keep_best_of_heads(priority: Tensor, count: Tensor) -> Tensor:
-    """Which tokens have the highest priorities of their head: bool [B, Hkv, T]. Ties as in `keep_best`.
-
-    count: number of tokens of each head, [B, Hkv].
-    """
-    rank = priority.sort(dim=-1, stable=True).indices.argsort(-1)
-    return rank >= priority.shape[-1] - count.unsqueeze(-1)
-
-
-def lowest(priority: Tensor, position: Tensor, count: int) -> Tensor:
-    """Slots of the `count` lowest priorities among occupied slots: [B, Hkv, count].
-
-    Of equal priorities the older token is evicted.
-    """
-    never = torch.iinfo(position.dtype).max
-    remaining = priority.masked_fill(position == EMPTY, KEEP)
-    victims = []
-    for _ in range(count):
-        is_lowest = remaining == remaining.amin(-1, keepdim=True)
-        victim = position.masked_fill(~is_lowest | (position == EMPTY), never).argmin(-1, keepdim=True)
-        victims.append(victim)
-        remaining = remaining.scatter(-1, victim, KEEP)
-        position = position.scatter(-1, victim, EMPTY)
-    return torch.cat(victims, -1)

@@ -50,6 +50,18 @@ class Choice:
         return None if value in self.choices else f"type {knob}={', '.join(others)} or {last}"
 
 
+@dataclass(frozen=True)
+class Share:
+    """A setting that takes numbers from 0 to 1. knob: as in `Whole`."""
+
+    knob: str = ""
+
+    def fault(self, value: object, default: object, knob: str) -> str | None:
+        """What to type instead of `value`; None where `value` is allowed."""
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+        return None if fits else f"type a number from 0 to 1, for example {knob}={default}"
+
+
 def whole(default: int | None, *, least: int, odd: bool = False, knob: str = "", protects: End | None = None) -> Any:
     """A dataclass field that takes whole numbers; see `Whole`. With a default of None it takes None as well."""
     return field(default=default, metadata={"setting": Whole(least, odd, knob, protects)})
@@ -58,6 +70,11 @@ def whole(default: int | None, *, least: int, odd: bool = False, knob: str = "",
 def choice(*choices: str, knob: str = "") -> Any:
     """A dataclass field that takes one of these words; the first is its default."""
     return field(default=choices[0], metadata={"setting": Choice(choices, knob)})
+
+
+def share(default: float, *, knob: str = "") -> Any:
+    """A dataclass field that takes numbers from 0 to 1."""
+    return field(default=default, metadata={"setting": Share(knob)})
 
 
 def check_settings(rule: Any, name: str) -> None:
@@ -75,3 +92,13 @@ def protected_counts(rule: Any, end: End) -> dict[str, int]:
     settings = {each.name: each.metadata.get("setting") for each in fields(rule)}
     counting = [name for name, setting in settings.items() if isinstance(setting, Whole) and setting.protects == end]
     return {name: getattr(rule, name) for name in counting if getattr(rule, name) is not None}
+
+
+def check_budget(budget: object) -> None:
+    """Raise UserError unless `budget` is an integer >= 1 or a number strictly between 0 and 1."""
+    if (is_whole(budget) and budget >= 1) or (isinstance(budget, float) and 0 < budget < 1):
+        return
+    raise UserError(
+        f"budget={budget} is not a budget; type a whole number of tokens (budget=256) "
+        f"or a share of the prompt strictly between 0 and 1 (budget=0.25)"
+    )

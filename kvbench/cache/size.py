@@ -9,6 +9,7 @@ import torch
 
 from kvbench.cache.method import Method
 from kvbench.cache.mla import Latents, LatentStore
+from kvbench.cache.observe import recent_queries
 from kvbench.cache.plan import slots_needed
 from kvbench.cache.rule import KeepRule, SlidingWindow
 from kvbench.cache.slots import SlotShape
@@ -24,7 +25,7 @@ class Planned:
     kv_heads; key_dim, value_dim: numbers a head; windows: of each layer with keys and values the model's own, None
     where it has none. latent: one head holds MLA's latent (value_dim numbers) and the rotated key, key_dim numbers
     together. window_kv_heads: of layers with a window. state_bytes: a row's, of the `state_layers` layers that keep a
-    state of fixed size.
+    state of fixed size. query_heads: of each layer.
     """
 
     kv_heads: int
@@ -36,6 +37,7 @@ class Planned:
     state_bytes: int = 0
     state_layers: int = 0
     window_kv_heads: int | None = None
+    query_heads: int = 0
 
     def heads_of(self, window: int | None) -> int:
         """KV heads of a layer with that window; None: of a layer that sees every token."""
@@ -71,6 +73,7 @@ def planned_of(shape: ModelShape, config: Any, dtype: torch.dtype) -> Planned:
         narrow * dtype.itemsize + 4 * wide,
         shape.state_layers,
         window_kv_heads(config, shape.kv_heads),
+        shape.query_heads,
     )
 
 
@@ -85,8 +88,8 @@ def planned_16bit(shape: ModelShape, config: Any) -> Planned | None:
 def cache_bytes(method: Method, model: Planned, batch: int, prompt: int, new_tokens: int) -> int:
     """Bytes that the cache of `prompt` tokens with room for `new_tokens` more allocates, fed one at a time.
 
-    Slots of the store, positions, scores and the stack of free slots, layer by layer. AdaKV's heads, which hold whole
-    blocks of a pool, are counted as holding equally many tokens.
+    Slots of the store, positions, scores, the stack of free slots and recent queries, layer by layer. Heads of
+    different lengths, which hold whole blocks of a pool, are counted as holding equally many tokens.
 
     Raises UserError where the budget does not fit the prompt, TypeError where a store does not know its size.
     """
@@ -111,12 +114,16 @@ def _layer_bytes(
 ) -> int:
     evicts = budget is not None and rule.holds_budget
     kept = prompt if budget is None else min(budget, prompt)
-    slots = slots_needed(kept, budget if evicts else None, new_tokens)
+    every = rule.evicts_every
+    slots = slots_needed(kept, budget if evicts else None, new_tokens, every=every)
     shape = SlotShape(batch, model.kv_heads, model.key_dim, model.value_dim, slots, 1, model.dtype, torch.device("cpu"))
     heads = batch * model.kv_heads
-    positions = 4 * slots * (1 if budget is None else heads) + (8 * heads if evicts else 0)
+    positions = 4 * slots * (1 if budget is None else heads) + (8 * heads * every if evicts else 0)
     scored = evicts and type(rule).initial_scores is not KeepRule.initial_scores
-    return store.planned_bytes(shape) + positions + (4 * heads * slots if scored else 0)
+    scores = 4 * heads * (slots if scored else 0) + 4 * heads * (rule.carries if evicts else 0)
+    recent = recent_queries(rule.observations()) if scored and rule.rescores else 0
+    queries = batch * model.query_heads * recent * model.key_dim * model.dtype.itemsize
+    return store.planned_bytes(shape) + positions + scores + queries
 
 
 def largest_batch(method: Method, model: Planned, prompt: int, new_tokens: int, room: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters, DeviceCounters
-from kvbench.kernels.parts import Part, is_packed
+from kvbench.kernels.parts import Part, is_packed, read_all
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ class Slots:
     """int32 [B, Hkv, S], the token in each slot: the layer's own, up to date before a key is written or read."""
 
     def fill(self, key: Tensor, value: Tensor) -> None:
-        """Write the kept tokens of a prompt, [B, Hkv, n, D] and [B, Hkv, n, Dv], into empty slots."""
+        """Write kept tokens of a prompt, [B, Hkv, n, D] and [B, Hkv, n, Dv], to the slots that follow the last one.
+
+        n may exceed the shape's `step`. A prompt that is read in chunks comes in several calls.
+        """
         self.append(key, value)
 
     def fit(self, key: Tensor, value: Tensor) -> None:
@@ -66,6 +69,10 @@ class Slots:
         """Write q tokens to the slots [B, Hkv, q], which need not be the same in every head."""
         raise TypeError(f"{type(self).__name__} cannot overwrite single slots")
 
+    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots in these parts in the model's basis, float32 or wider: [B, Hkv, n, D and Dv]."""
+        raise TypeError(f"{type(self).__name__} cannot read single slots")
+
     def settle(self) -> None:
         """After a forward: quantise tokens that leave the full-precision residual."""
 
@@ -76,6 +83,17 @@ class Slots:
     def restore_output(self, output: Tensor) -> Tensor:
         """The output [B, Hq, q, Dv] in the model's basis, from the basis that the values are held in."""
         return output
+
+    def restore_keys(self, key: Tensor) -> Tensor:
+        """Keys [B, Hkv, n, D] in the model's basis, from the basis that they are held in."""
+        if type(self).transform_query is not Slots.transform_query:
+            raise TypeError(f"{type(self).__name__} defines `transform_query`; define `restore_keys` as well")
+        return key
+
+    def read_back(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots 0 .. length - 1 as `fill` takes them, from what is held: float32."""
+        key, value = (read_all(parts, torch.float32) for parts in (self.key_parts(), self.value_parts()))
+        return self.restore_keys(key), self.restore_output(value)
 
     @property
     def has_quantised(self) -> bool:

@@ -97,6 +97,7 @@ class StockStore(Store):
 class StockCache(DecodeCache, Cache):
     """One stock layer for each layer with keys and values, ready to decode after its prompt."""
 
+    replaces_tensors = True
     not_captured = "transformers' own cache grows, and a graph wants memory that stays"
 
     def __init__(self, store: StockStore, record: PrefillRecord) -> None:

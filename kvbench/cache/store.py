@@ -14,7 +14,7 @@ from kvbench.cache.basis import Basis
 from kvbench.cache.rotary import KeyRotation
 from kvbench.cache.slots import Buffer, CannotCapture, CapturedSlots, Slots, SlotShape, scatter_rows
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Dense, Part
+from kvbench.kernels.parts import Dense, Part, read_all
 
 __all__ = [
     "Buffer",
@@ -35,6 +35,8 @@ class Store:
 
     writable: ClassVar[bool] = True
     """Whether single slots can be overwritten, so that keep rules may evict during decode."""
+    mergeable: ClassVar[bool] = False
+    """Whether single slots can be read in the model's basis and overwritten, so that keep rules may merge tokens."""
     holds_latents: ClassVar[bool] = False
     """Whether the store can hold the latents of multi-head latent attention: keys alone, and values of no channels."""
     poolable: ClassVar[bool] = True
@@ -94,6 +96,10 @@ class DenseSlots(Slots):
         scatter_rows(self.keys, slot, key)
         scatter_rows(self.values, slot, value)
 
+    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(self.keys.dtype, torch.float32)
+        return read_all(keys, wide), read_all(values, wide)
+
     def key_parts(self) -> Sequence[Part]:
         return [Dense(self.keys[:, :, : self.length])]
 
@@ -114,6 +120,7 @@ class DenseStore(Store):
 
     dtype: Literal["float16", "bfloat16"] | None = None
 
+    mergeable = True
     holds_latents = True
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.caches import AnyCache, KVCache
 from kvbench.cache.decode import step
 from kvbench.cache.forward import forward
+from kvbench.cache.ragged import RaggedLayer
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import Store
@@ -206,7 +207,8 @@ def followed(trial: Trial, subject: Subject) -> tuple[Tensor, list[Verdict]]:
     for layer, kernel in zip(cache.attention_layers, kernels, strict=True):
         layer.kernel = kernel
     broken, ours, theirs = promise_broken(cache, method), [cache.last_logits[:, None]], [cache.last_logits[:, None]]
-    shadowed = method.rule.budget is not None and not any(layer.has_quantised for layer in cache.compressible)
+    is_plain = not method.rule.merges and not any(layer.has_quantised for layer in cache.compressible)
+    shadowed = method.rule.budget is not None and is_plain
     for t in range(trial.steps):
         token = trial.following[:1, t : t + 1]
         if shadowed:
@@ -249,6 +251,9 @@ def promise_broken(cache: KVCache, method: Method) -> str:
         if not bool(counts[..., :n_sink].all()):
             return f"{where}: one of the first {n_sink} tokens is gone"
     budget, rounding = method.rule.tokens(cache.prompt_tokens), 0.5  # of layer budgets
-    if method.rule.holds_budget and budget is not None and cache.kept_tokens > budget + rounding:
-        return f"{cache.kept_tokens:g} tokens are kept of a budget of {budget}"
+    growing = [layer.share_growing for layer in cache.compressible if isinstance(layer, RaggedLayer)]
+    grown = (cache.seen - cache.prompt_tokens) * sum(growing) / max(1, len(growing))
+    buffered = method.rule.evicts_every - 1
+    if method.rule.holds_budget and budget is not None and cache.kept_tokens > budget + buffered + grown + rounding:
+        return f"{cache.kept_tokens:g} tokens are kept of a budget of {budget} and {buffered} buffered ones"
     return ""

@@ -1,6 +1,6 @@
 """The help: one line for each method, store, measure, model, text, preset and knob, outside ones included."""
 
-from kvbench.config.knobs import KNOBS, MEASURES, OTHER_KNOBS
+from kvbench.config.knobs import KNOBS, MEASURES, OTHER_KNOBS, PREFILL_CHUNK
 from kvbench.config.sources import ConfigSources, comment_of, root_text
 
 SWITCHES = ("kernel", "threads", "results_dir", "save_tokens", "save_kept", "rerun", "skip_larger", "trust")
@@ -58,4 +58,6 @@ def help_text(sources: ConfigSources) -> str:
 def knob_lines(sources: ConfigSources) -> dict[str, str]:
     """Each knob with its comment: those of config.yaml, then those that outside files declare."""
     text = root_text()
-    return {key: comment_of(key, text) for key in (*KNOBS, *OTHER_KNOBS)} | sources.knobs
+    declared = {key: comment_of(key, text) for key in (*KNOBS, *OTHER_KNOBS)}
+    of_prefill = text.partition("\nprefill:")[2].lstrip()
+    return declared | {PREFILL_CHUNK: comment_of("chunk", of_prefill)} | sources.knobs

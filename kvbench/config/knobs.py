@@ -9,7 +9,12 @@ KNOBS = ("budget", "bits", "k_bits", "v_bits", "group", "residual", "sinks", "wi
 
 OTHER_KNOBS = (
     "decode",
+    "merge",
+    "ema",
     "pool",
+    "buffer",
+    "mix_lambda",
+    "threshold",
     "chunk",
     "block",
     "beta",
@@ -27,6 +32,9 @@ OTHER_KNOBS = (
     "protect_last",
 )
 """Root keys likewise, kept in the row's `knobs`."""
+
+PREFILL_CHUNK = "prefill.chunk"
+"""Setting of a method that is no root key; its column of the row is `prefill_chunk`."""
 
 GROUPS = ("method", "store", "model", "data")
 """Config groups of which a run has one choice each."""

@@ -12,7 +12,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from kvbench.config.knobs import KNOBS, OTHER_KNOBS, did_you_mean
+from kvbench.config.knobs import KNOBS, OTHER_KNOBS, PREFILL_CHUNK, did_you_mean
 from kvbench.config.sources import BUILT_IN, ConfigSources
 from kvbench.errors import UserError
 
@@ -24,6 +24,7 @@ class MethodConfig:
     """One method of a run, resolved: what to instantiate, and the knobs that its rows carry.
 
     rule, slots: nodes with a `_target_`. columns: knobs that are columns of the row. others: the remaining ones.
+    prefill_chunk: tokens of the prompt that are read at a time; None: the prompt in one piece.
     """
 
     name: str
@@ -32,10 +33,11 @@ class MethodConfig:
     slots: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
+    prefill_chunk: Any = None
 
     @property
     def is_baseline(self) -> bool:
-        return self.name == "full" and self.store == "dense"
+        return self.name == "full" and self.store == "dense" and self.prefill_chunk is None
 
     @property
     def label(self) -> str:
@@ -45,7 +47,8 @@ class MethodConfig:
     @property
     def effective(self) -> dict[str, Any]:
         """What can change the method's numbers, and nothing else."""
-        return {"name": self.name, "store": self.store, "rule": self.rule, "slots": self.slots}
+        chunk = {} if self.prefill_chunk is None else {"prefill_chunk": self.prefill_chunk}
+        return {"name": self.name, "store": self.store, "rule": self.rule, "slots": self.slots, **chunk}
 
 
 def method_configs(config: DictConfig, overrides: list[str]) -> list[MethodConfig]:
@@ -61,8 +64,9 @@ def method_configs(config: DictConfig, overrides: list[str]) -> list[MethodConfi
         entries = _compose_entries(config.compare, overrides, sources)
         found = [method_config(entry, sources) for entry in entries]
     if not any(method.is_baseline for method in found):
-        # A setting below method or store belongs to the method beside the baseline.
-        common = [override for override in _without(overrides, "compare") if _root(override) not in ("method", "store")]
+        # A setting below method or store belongs to the method beside the baseline, which reads prompts in one piece.
+        kept = _without(overrides, "compare", PREFILL_CHUNK)
+        common = [override for override in kept if _root(override) not in ("method", "store")]
         found.insert(0, method_config(sources.composed([*common, "method=full", "store=dense"]), sources))
     found.sort(key=lambda method: not method.is_baseline)
     return list({json.dumps(method.effective, sort_keys=True): method for method in found}.values())
@@ -90,12 +94,12 @@ def entry_overrides(entry: str, declared: Iterable[str] = ()) -> list[str]:
     if "=" in entry:
         words = entry.split()
         knobs = ("method", "store", *KNOBS, *OTHER_KNOBS, *declared)
-        others = [_key(word) for word in words if _root(word) not in knobs]
+        others = [_key(word) for word in words if _root(word) not in knobs and _key(word) != PREFILL_CHUNK]
         if others:
             raise UserError(
                 f"compare entry '{entry}' sets {others[0]}{did_you_mean(others[0], list(knobs))}; an entry "
-                f"takes method, store and their knobs ({', '.join(knobs[2:])}), all else stands outside "
-                "the list"
+                f"takes method, store and their knobs ({', '.join((*knobs[2:], PREFILL_CHUNK))}), all else stands "
+                "outside the list"
             )
         if not any(word.startswith("method=") for word in words):
             raise UserError(f"compare entry '{entry}' names no method; write 'method=h2o {entry}', for example")
@@ -151,7 +155,10 @@ def method_config(config: DictConfig, sources: ConfigSources = BUILT_IN) -> Meth
     if "k_bits" in columns:
         same = columns["k_bits"] == columns.get("v_bits")
         columns["bits"] = columns["k_bits"] if same else None
-    return MethodConfig(name, store, _plain(rule), _plain(slots), columns, others)
+    chunk = OmegaConf.select(config, PREFILL_CHUNK)
+    if chunk is not None:
+        columns["prefill_chunk"] = chunk
+    return MethodConfig(name, store, _plain(rule), _plain(slots), columns, others, chunk)
 
 
 def _read_knobs(node: DictConfig, sources: ConfigSources, columns: dict[str, Any], others: dict[str, Any]) -> None:

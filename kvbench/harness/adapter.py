@@ -186,12 +186,15 @@ class KVBenchLM(TemplateLM):
         """The method's cache of a context, with room for `later` tokens, and what it predicts next, [V]."""
         prompt = max(1, len(context) - self.held_back)
         ids = torch.tensor([context[:prompt]], device=self.loaded.device)
-        if self._record is None or not torch.equal(self._record.ids, ids):
+        room = later + len(context) - prompt
+        if self.method.reads_in_chunks(prompt):
+            self._record = None
+        elif self._record is None or not torch.equal(self._record.ids, ids):
             self._record = None  # room for the next
             self._record = prefill(self.loaded.model, ids, [self.method.rule])
-        self._compressed_before = False  # the prompt's last logits were computed before the cache was built
-        room = later + len(context) - prompt
-        cache = build_cache(self.loaded.model, self.method, self._record, max_new_tokens=room, kernel=self.kernel)
+        read = ids if self._record is None else self._record
+        cache = build_cache(self.loaded.model, self.method, read, max_new_tokens=room, kernel=self.kernel)
+        self._compressed_before = cache.compressed_before_last_logits
         return cache, self._feed(cache, cache.last_logits[0], context[prompt:])
 
     def _feed(self, cache: AnyCache, logits: Tensor, tokens: Iterable[int]) -> Tensor:

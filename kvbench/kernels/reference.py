@@ -31,10 +31,10 @@ def attend(
     if lengths is not None:
         keys, values, filled = in_slot_order(keys, values, lengths, dtype)
         visible = filled.unsqueeze(2) if visible is None else filled.unsqueeze(2) & visible
-    folded = _fold(query.to(dtype), kv_heads)
-    scores = torch.cat([_products(folded, part) for part in keys], dim=-1)
+    folded = fold(query.to(dtype), kv_heads)
+    scores = torch.cat([products(folded, part) for part in keys], dim=-1)
     if sink_query is not None and n_sink:
-        scores[..., :n_sink] = _fold(sink_query.to(dtype), kv_heads) @ _first_rows(keys, n_sink, dtype).mT
+        scores[..., :n_sink] = fold(sink_query.to(dtype), kv_heads) @ first_rows(keys, n_sink, dtype).mT
     scores *= scoring.scaling
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -86,22 +86,22 @@ def _by_slot(parts: Parts, slot: Tensor, packed: Tensor, dtype: torch.dtype) -> 
     return Dense(rows.gather(2, index.expand(lead).unsqueeze(-1).expand(*lead, rows.shape[-1])))
 
 
-def _fold(query: Tensor, kv_heads: int) -> Tensor:
+def fold(query: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, q, D] -> [B, Hkv, Hq/Hkv * q, D]: the query heads of a KV head become rows of one matrix product."""
     folded: Tensor = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return folded
 
 
-def _products(folded: Tensor, part: Part) -> Tensor:
+def products(folded: Tensor, part: Part) -> Tensor:
     """[B, Hkv, n, D] times a part's rows: [B, Hkv, n, S]. The two sides of a `Split` are scored by themselves."""
     if isinstance(part, Split):
         last = part.last_channels
         cut = folded.shape[-1] - last.rows.shape[-1]
-        return _products(folded[..., :cut], part.first_channels) + _products(folded[..., cut:], last)
+        return products(folded[..., :cut], part.first_channels) + products(folded[..., cut:], last)
     return folded @ part.read(folded.dtype).mT
 
 
-def _first_rows(keys: Parts, n: int, dtype: torch.dtype) -> Tensor:
+def first_rows(keys: Parts, n: int, dtype: torch.dtype) -> Tensor:
     rows: list[Tensor] = []
     for part in keys:
         take = min(n - sum(r.shape[-2] for r in rows), part.length)

@@ -35,7 +35,7 @@ class MethodRun:
     @property
     def is_baseline(self) -> bool:
         """Whether this is the full cache that every other method is compared with."""
-        return self.row.method == "full" and self.row.store == "dense"
+        return self.row.method == "full" and self.row.store == "dense" and self.row.prefill_chunk is None
 
 
 @dataclass

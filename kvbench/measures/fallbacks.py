@@ -75,10 +75,11 @@ class Prefills:
 
         def work(fallback: Fallback) -> None:
             self._share(fallback)
-            record = self.shared or self._record([method], fallback)
+            in_chunks = method.method.reads_in_chunks(self.ids.shape[1])
+            prompt = self.ids if in_chunks else self.shared or self._record([method], fallback)
             model, kernel = self.context.loaded.model, self.context.kernel
-            cache = build_cache(model, method.method, record, max_new_tokens, max_step, kernel)
-            del record  # where the record is the method's own, only its cache is left
+            cache = build_cache(model, method.method, prompt, max_new_tokens, max_step, kernel)
+            del prompt  # where a record is the method's own, only its cache is left
             use(method, cache)
 
         if not self.current.together:  # each method starts again at the first fallback without a shared record
@@ -92,11 +93,15 @@ class Prefills:
         announce(self.context, fallback)
 
     def _share(self, fallback: Fallback) -> None:
-        if fallback.together and self.shared is None:
+        if fallback.together and self.shared is None and self._in_one_piece(self.methods):
             self.shared = self._record(self.methods, fallback)
 
+    def _in_one_piece(self, methods: Sequence[MethodRun]) -> list[MethodRun]:
+        """Those of the methods that read these prompts in one piece, from a record."""
+        return [method for method in methods if not method.method.reads_in_chunks(self.ids.shape[1])]
+
     def _record(self, methods: Sequence[MethodRun], fallback: Fallback) -> PrefillRecord:
-        rules = [method.method.rule for method in methods]
+        rules = [method.method.rule for method in self._in_one_piece(methods)]
         return prefill(self.context.loaded.model, self.ids, rules, fallback.on_host, self.future)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvbench.cache.decode import Continuation
 from kvbench.measures.context import MethodRun
 from kvbench.measures.result import engagement_rows
-from kvbench.measures.statistics import bounded_interval, bounds, units_of
+from kvbench.measures.statistics import bounded_interval, bounds, units_of, wilson
 from kvbench.results.row import Row, with_flags
 
 
@@ -31,6 +31,11 @@ class Answer:
 
 Answers = dict[tuple[str, str], dict[int, Answer]]
 """By method and question time (after, before); then by the number of the prompt."""
+
+
+def first_time(question: Sequence[str]) -> str:
+    """Of the times of a question (after, before) the one whose answers decide whether a task can be done."""
+    return "after" if "after" in question else question[0]
 
 
 def tokens_of(said: Continuation, row: int, ends: Collection[int]) -> tuple[list[int], float, bool]:
@@ -64,6 +69,13 @@ def mean_over(scores: Iterable[float], seed: int, lowest: float = 0.0) -> dict[s
     if math.isnan(units.mean):
         return {"value": math.nan}
     return {"value": units.mean, **bounds(bounded_interval(units, lowest, 1.0, seed))}
+
+
+def rate_over(scores: Sequence[float], seed: int) -> dict[str, Any]:
+    """As `mean_over`, with Wilson's interval where all scores are hits and misses."""
+    if all(score in (0, 1) for score in scores):
+        return {"value": sum(scores) / len(scores), **bounds(wilson(round(sum(scores)), len(scores)))}
+    return mean_over(scores, seed)
 
 
 def above_full(base: Row, mine: Sequence[float], full: Sequence[float], seed: int) -> Row:

@@ -87,13 +87,14 @@ class Row:
     seed: int | None = None
     status: str = "ok"  # ok | oom | failed | interrupted | skipped
     note: str | None = None
-    position: int | None = None  # of a bucket of scored tokens: where its first one stands in its window
+    position: int | None = None  # where the first token of a bucket stands in its window; in `turns`: the turn, from 1
     stride: int | None = None  # tokens from the start of one window to the start of the next
     bos: str | None = None  # none | first (a window begins with it)
     tokenizer: str | None = None  # first 16 hex digits of the sha256 of the tokenizer's file
     weights: str | None = None  # one of WEIGHTS
     flags: str | None = None  # names of FLAGS, sorted, separated by spaces; read with `flags_of`
     gate: float | None = None  # largest difference of the full cache to the model's own forward, share of a logit
+    prefill_chunk: int | None = None  # tokens of the prompt that were read at a time; None: all at once
 
     def __post_init__(self) -> None:
         if self.status not in ROW_STATUSES:
@@ -141,6 +142,7 @@ ROLES: dict[Role, tuple[str, ...]] = {
         "sinks",
         "window",
         "variant",
+        "prefill_chunk",
         "knobs",
     ),
     "setting": (

@@ -13,6 +13,28 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 @dataclass(frozen=True)
+class Question:
+    """A question about a text and its right answer.
+
+    text, lead: what follows the context, the lead being the answer's beginning. references: what must come back.
+    first_number: only the answer's first number counts. answer: the references as the answer writes them; None:
+    separated by commas. space: whether a space stands between lead and answer.
+    """
+
+    text: str
+    lead: str
+    references: Sequence[str]
+    first_number: bool = False
+    answer: str | None = None
+    space: bool = True
+
+    @property
+    def right_answer(self) -> str:
+        """What a right answer says, as it follows the lead."""
+        return " " * self.space + (self.answer or ", ".join(self.references))
+
+
+@dataclass(frozen=True)
 class Draft:
     """A prompt in words, before it is cut to a length in tokens.
 
@@ -20,7 +42,9 @@ class Draft:
     that gives a text of n items with the needles among them. question, lead: what follows, the lead being the answer's
     beginning. references: what must come back. first_number: only the answer's first number counts. answer_needle: the
     hidden sentence that alone holds the answer; None where the answer takes several sentences, or a count. answer: the
-    references as the answer writes them; None: separated by commas.
+    references as the answer writes them; None: separated by commas. further: more questions about the same text, which
+    only the measure `turns` asks. space: as in `Question`. opening_share: largest share of the prompt's tokens that the
+    opening may take; None: any.
     """
 
     opening: str
@@ -32,11 +56,15 @@ class Draft:
     first_number: bool = False
     answer_needle: str | None = None
     answer: str | None = None
+    further: Sequence[Question] = ()
+    space: bool = True
+    opening_share: float | None = None
 
     @property
-    def right_answer(self) -> str:
-        """What a right answer says."""
-        return self.answer or ", ".join(self.references)
+    def questions(self) -> tuple[Question, ...]:
+        """All questions, the draft's own first."""
+        own = Question(self.question, self.lead, self.references, self.first_number, self.answer, self.space)
+        return (own, *self.further)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ for where there is one; an answer that holds a value inside a longer word or num
 
 Three tasks are ours. `single_number`, five digits asked for as a completion, is one that small base models can do.
 `qa_one_hop` and `qa_two_hop` take the places of RULER's `qa_1` (SQuAD) and `qa_2` (HotpotQA): the questions are of the
-same kind, the documents are made up (`kvbench.texts.document_tasks`), so the names differ. No torch here.
+same kind, the documents are made up (`kvbench.texts.document_tasks`), so the names differ. Tasks with several questions
+about one text: see `kvbench.texts.turn_tasks`. No torch here.
 """
 
 import random
@@ -17,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from kvbench.texts.document_tasks import one_hop, two_hops
-from kvbench.texts.drafts import NOISE, Draft, Haystack, Kind, Task, Words
+from kvbench.texts.drafts import NOISE, Draft, Haystack, Kind, Question, Task, Words
+from kvbench.texts.turn_tasks import TURN_TASKS
 from kvbench.texts.word_lists import ADJECTIVES, NOUNS
 from kvbench.texts.word_tasks import common_words, frequent_words
 
@@ -134,6 +136,7 @@ TASKS = {
         Task("fwe", frequent_words, answer_tokens=50),
         Task("qa_one_hop", one_hop, answer_tokens=32),
         Task("qa_two_hop", two_hops, answer_tokens=32),
+        *TURN_TASKS,
     )
 }
 
@@ -162,6 +165,13 @@ def distinct(draw: random.Random, kind: str, count: int) -> list[str]:
 def listed(names: Sequence[str]) -> str:
     """`a, b, and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+
+
+def score(asked: Question, answer: str) -> float:
+    """Share of what the question asks for that the answer holds."""
+    if asked.first_number:
+        return float(is_hit(answer, asked.references[0]))
+    return recall(answer, asked.references)
 
 
 def recall(answer: str, references: Sequence[str]) -> float:

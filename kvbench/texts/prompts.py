@@ -1,30 +1,27 @@
 """From a task to token ids: a prompt of an exact length, with everything that was hidden in it still whole."""
 
-import hashlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.texts.drafts import NOISE, Draft, Task, Words
+from kvbench.texts.drafts import NOISE, Draft, Question, Task, Words
 from kvbench.texts.needle_tasks import TASKS
+from kvbench.texts.templates import between_turns, template_of
 
 VOCABULARY_TOKENS = 100_000
 """Tokens of the text whose words are used where a task wants words."""
 
-MARK = "<<<here>>>"
-
-DAY = datetime(2024, 7, 26)
-"""What chat templates that ask for the date are told."""
-
 
 class NeedleSettings(Protocol):
-    """Settings that prompts are made from: see `kvbench.measures.needle.Needle`."""
+    """Settings that prompts are made from: see `kvbench.measures.needle.Needle`. name: of the measure, for messages."""
+
+    name: ClassVar[str]
 
     @property
     def lengths(self) -> list[int]: ...
@@ -43,10 +40,21 @@ class NeedleSettings(Protocol):
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A question as tokens. right: tokens of the right answer and of what separates it from the next question.
+    answer_tokens: length of the answer."""
+
+    asked: Question
+    question: list[int]
+    right: list[int]
+    answer_tokens: int
+
+
+@dataclass(frozen=True)
 class Prompt:
-    """ids: context tokens, exactly `length` of them. question: the tokens that follow. answer_tokens: length of the
-    answer. depth: None where what is hidden stands at a place of its own. needle_span: first token and the one after
-    the last of the sentence that holds the answer; None where an answer takes several sentences, or a count.
+    """ids: context tokens, exactly `length` of them. turns: the questions that follow, one or several. depth: None
+    where what is hidden stands at a place of its own. needle_span: first token and the one after the last of the
+    sentence that holds the first answer; None where an answer takes several sentences, or a count.
     """
 
     task: Task
@@ -54,67 +62,24 @@ class Prompt:
     depth: float | None
     sample: int
     ids: list[int]
-    question: list[int]
     draft: Draft
-    answer_tokens: int
+    turns: tuple[Turn, ...]
     needle_span: tuple[int, int] | None = None
 
+    @property
+    def question(self) -> list[int]:
+        """Tokens of the first question."""
+        return self.turns[0].question
 
-@dataclass(frozen=True)
-class Template:
-    """What the tokenizer's chat template puts before and after a user's message; nothing for a base model."""
+    @property
+    def answer_tokens(self) -> int:
+        """Length of the first answer."""
+        return self.turns[0].answer_tokens
 
-    before: str = ""
-    after: str = ""
-    sha256: str | None = None
-
-
-def dated(template: Any) -> Any:
-    """A chat template with DAY where it asks for today's date.
-
-    Raises UserError where it asks with a format that it computes.
-    """
-    if not isinstance(template, str):
-        return None  # several templates under names: the tokenizer chooses
-    found = re.sub(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)", lambda call: repr(DAY.strftime(call[2])), template)
-    if "strftime_now(" in found:
-        raise UserError(
-            "needle.template=chat: this chat template writes today's date in a format that it computes, so prompts "
-            "would change from day to day; type needle.template=base"
-        )
-    return found
-
-
-def template_of(tokenizer: Any, kind: str) -> Template:
-    """The `chat` template of the tokenizer, or none at all for `base`.
-
-    A template that writes today's date writes DAY instead, so that prompts do not change from day to day. Raises
-    UserError where there is no template, or one that fails or does not pass the message on once, as it is.
-    """
-    from jinja2 import TemplateError
-
-    if kind == "base":
-        return Template()
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("needle.template=chat: this tokenizer has no chat template; type needle.template=base")
-    template = dated(tokenizer.chat_template)
-    message = [{"role": "user", "content": MARK}]
-    try:
-        text: str = tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True, chat_template=template
-        )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"needle.template=chat: this chat template fails ({reason}); type needle.template=base"
-        ) from error
-    if text.count(MARK) != 1:
-        raise UserError(
-            f"needle.template=chat: this chat template writes the message {text.count(MARK)} times, not once as it is; "
-            "type needle.template=base"
-        )
-    before, _, after = text.partition(MARK)
-    return Template(before, after, hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest())
+    @property
+    def asked_tokens(self) -> int:
+        """Positions that the first question and its answer take."""
+        return len(self.question) + self.answer_tokens
 
 
 def check_prompts(
@@ -124,16 +89,20 @@ def check_prompts(
     settings: NeedleSettings,
     max_positions: int | None,
     bos: Sequence[int] = (),
+    asked_tokens: Callable[[Prompt], int] = lambda prompt: prompt.asked_tokens,
 ) -> dict[int, list[Prompt]]:
-    """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions."""
-    made = {}
+    """All prompts, by length. Raises UserError for one that cannot be made or does not fit the model's positions.
+
+    asked_tokens: positions that a prompt's questions and answers take.
+    """
+    made, name = {}, settings.name
     for length in settings.lengths:
         made[length] = prompts = make_prompts(tokenizer, tokens, seed, settings, length, bos)
-        needed = length + max(len(prompt.question) + prompt.answer_tokens for prompt in prompts)
+        needed = length + max(map(asked_tokens, prompts))
         if max_positions is not None and needed > max_positions:
             raise UserError(
-                f"needle.lengths={length} needs {needed} positions with question and answer, and the model has "
-                f"{max_positions}; type needle.lengths={length - needed + max_positions} or less"
+                f"{name}.lengths={length} needs {needed} positions with question and answer, and the model has "
+                f"{max_positions}; type {name}.lengths={length - needed + max_positions} or less"
             )
     return made
 
@@ -166,6 +135,7 @@ class Maker:
     ) -> None:
         self.tokenizer, self.tokens, self.seed, self.length = tokenizer, tokens, seed, length
         self.begin = list(bos) if settings.template == "base" else []
+        self.name, self.kind = settings.name, settings.template
         self.template = template_of(tokenizer, settings.template)
         wanted = None if settings.values == "task" else settings.values
         pool = [name for name in settings.tasks if TASKS[name].pool]
@@ -177,6 +147,12 @@ class Maker:
         draw = random.Random(place if task.name == "single_number" else f"{place}/{task.name}/{self.words.values}")
         draft = task.draft(draw, self.words)
         head = self.begin + self.encode(self.template.before + draft.opening)
+        if draft.opening_share is not None and len(head) > draft.opening_share * self.length:
+            raise UserError(
+                f"{self.name}.lengths={self.length}: the {len(head)} tokens of the task's instruction are more than "
+                f"{draft.opening_share:.0%} of the prompt; type {self.name}.lengths="
+                f"{math.ceil((len(head) + 5) / draft.opening_share)} or more"
+            )
         room = self.length - len(head)
         if callable(draft.haystack):
             body = self._of_items(draft, draft.haystack, room)
@@ -185,16 +161,22 @@ class Maker:
         ids = head + body
         text = self.tokenizer.decode(ids)
         self._check_whole(draft, ids, text)
-        question = self.encode(draft.question + self.template.after + draft.lead)
         span = None if draft.answer_needle is None else self._span(draft.answer_needle.strip(), ids, text)
-        return Prompt(task, self.length, depth, sample, ids, question, draft, self._answer_tokens(task, draft), span)
+        between = between_turns(self.tokenizer, self.kind) if draft.further else ""
+        turns = tuple(self._turn(task, question, between) for question in draft.questions)
+        return Prompt(task, self.length, depth, sample, ids, draft, turns, span)
 
-    def _answer_tokens(self, task: Task, draft: Draft) -> int:
+    def _turn(self, task: Task, asked: Question, between: str) -> Turn:
+        question = self.encode(asked.text + self.template.after + asked.lead)
+        right = self.encode(asked.right_answer + between)
+        return Turn(asked, question, right, self._answer_tokens(task, asked))
+
+    def _answer_tokens(self, task: Task, asked: Question) -> int:
         """As many as RULER, or as the setting allows, and never fewer than all references take."""
-        tokens = max(task.answer_tokens, len(self.encode(", ".join(draft.references))))
+        tokens = max(task.answer_tokens, len(self.encode(", ".join(asked.references))))
         if self.most_tokens is None:
             return tokens
-        return min(tokens, max(self.most_tokens, len(self.encode(draft.right_answer))))
+        return min(tokens, max(self.most_tokens, len(self.encode(asked.right_answer.strip()))))
 
     def _span(self, needle: str, ids: list[int], text: str) -> tuple[int, int]:
         """The fewest consecutive tokens that hold the needle, as the first one and the one after the last."""
@@ -219,7 +201,7 @@ class Maker:
         room -= sum(map(len, pins))
         if room < 1:
             raise UserError(
-                f"needle.lengths={self.length} has no room for the needle; type {2 * (self.length - room)} or more"
+                f"{self.name}.lengths={self.length} has no room for the needle; type {2 * (self.length - room)} or more"
             )
         if draft.haystack == "noise":
             unit = self.encode(NOISE)
@@ -235,7 +217,8 @@ class Maker:
     def _text(self, draw: random.Random, room: int) -> list[int]:
         if room > len(self.tokens):
             raise UserError(
-                f"needle.lengths={self.length} needs {room} tokens of text and there are {len(self.tokens)}; type less"
+                f"{self.name}.lengths={self.length} needs {room} tokens of text and there are {len(self.tokens)}; "
+                "type less"
             )
         start = draw.randrange(0, len(self.tokens) - room + 1)
         found: list[int] = self.tokens[start : start + room].tolist()
@@ -246,8 +229,8 @@ class Maker:
         body = self.encode(items(0))
         if len(body) > room:
             raise UserError(
-                f"needle.lengths={self.length} has no room for the shortest list of this task; type "
-                f"needle.lengths={self.length - room + 2 * len(body)} or more"
+                f"{self.name}.lengths={self.length} has no room for the shortest list of this task; type "
+                f"{self.name}.lengths={self.length - room + 2 * len(body)} or more"
             )
         count, step = 0, 1
         while step:  # doubled as long as it fits, then halved
@@ -266,7 +249,7 @@ class Maker:
             came = self.tokenizer.decode(self.encode(broken[0])) if broken else text[:40]
             raise UserError(
                 f"this tokenizer breaks the needle ('{' '.join(came.split())}' came back); "
-                f"leave needle out: measure='[perplexity,memory,latency]'"
+                f"leave {self.name} out: measure='[perplexity,memory,latency]'"
             )
 
     def _vocabulary(self, tasks: Sequence[str]) -> list[str]:
@@ -276,6 +259,6 @@ class Maker:
         if len(words) < 40:
             names = ", ".join(tasks)
             raise UserError(
-                f"needle.tasks=[{names}] needs 40 different words and the text has {len(words)}; leave {names} out"
+                f"{self.name}.tasks=[{names}] needs 40 different words and the text has {len(words)}; leave {names} out"
             )
         return words

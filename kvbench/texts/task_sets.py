@@ -1,13 +1,14 @@
 """Published tasks as samples: from the hub through `datasets`, or from files of a folder in the same columns.
 
-A sample has a `context`, a `question` that may come after the context was compressed, an `answer_prefix`, the
-references (`answers` or `answer`), `max_new_tokens`, and for classifications `all_classes`. LongBench and RULER are
-both on the hub in these columns.
+A sample of LongBench or RULER has a `context`, a `question` that may come after the context was compressed, an
+`answer_prefix`, the references (`answers` or `answer`), `max_new_tokens`, and for classifications `all_classes`. Both
+are on the hub in these columns. A mathematical problem has `problem` and `answer`.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,10 @@ from kvbench.errors import UserError
 from kvbench.hub import hub_or_cache
 from kvbench.texts.answer_metrics import ANSWER_TOKENS, LONGBENCH, longbench, ruler
 from kvbench.texts.load import one_line_errors
-from kvbench.texts.prompts import Template, template_of
+from kvbench.texts.math_answers import ANSWER_TOKENS as MATH_TOKENS
+from kvbench.texts.math_answers import INSTRUCTION, math
+from kvbench.texts.math_answers import TASKS as MATH
+from kvbench.texts.templates import Template, template_of
 
 RULER = (
     "cwe",
@@ -33,8 +37,8 @@ RULER = (
     "vt",
 )
 HUB = {"longbench": "Xnhyacinth/LongBench", "ruler": "simonjegou/ruler"}
-NAMES = {"longbench": tuple(LONGBENCH), "ruler": RULER}
-SCORES = {"longbench": longbench, "ruler": ruler}
+NAMES = {"longbench": tuple(LONGBENCH), "ruler": RULER, "math": MATH}
+SCORES = {"longbench": longbench, "ruler": ruler, "math": math}
 NO_LIMIT = 2**62
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -56,6 +60,8 @@ class TaskSettings(Protocol):
     def length(self) -> int: ...
     @property
     def path(self) -> str | None: ...
+    @property
+    def answer_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,11 @@ def check_tasks(
             raise UserError(f"tasks.names={name} is not in {settings.set}; choose from {known}")
         if settings.path is not None:
             local_file(settings, name)
+    if settings.path is None and settings.set not in HUB:
+        raise UserError(
+            f"tasks.set={settings.set} reads files; type tasks.path=FOLDER with {settings.names[0]}.jsonl or "
+            f"{settings.names[0]}.parquet, columns problem and answer"
+        )
     if settings.path is None and not hub_or_cache():
         raise UserError(
             f"tasks.set={settings.set} is on the hub ({HUB[settings.set]}) and the hub cannot be reached; type "
@@ -117,7 +128,10 @@ def load_samples(settings: TaskSettings, name: str) -> list[Sample]:
         rows = list(_rows(settings, name))
     if not rows:
         raise UserError(f"{name} of {settings.set} holds no samples")
-    return [_sample(row, name, i, settings.set) for i, row in enumerate(rows)]
+    read = _problem if settings.set == "math" else partial(_sample, of=settings.set)
+    samples = [read(row, name, i) for i, row in enumerate(rows)]
+    most = settings.answer_tokens
+    return samples if most is None else [replace(sample, answer_tokens=most) for sample in samples]
 
 
 def _rows(settings: TaskSettings, name: str) -> Iterator[dict[str, Any]]:
@@ -178,6 +192,14 @@ def _sample(row: dict[str, Any], name: str, i: int, of: str) -> Sample:
         raise UserError(f"sample {i} of {name}: answer_prefix={prefix!r} is not text")
     classes = [str(label) for label in row.get("all_classes") or []]
     return Sample(row["context"], row["question"], prefix, listed, int(tokens), classes)
+
+
+def _problem(row: dict[str, Any], name: str, i: int) -> Sample:
+    """A mathematical problem: all of it is the prompt, and the working-out is generated."""
+    problem, answer = row.get("problem"), row.get("answer")
+    if not isinstance(problem, str) or not problem.strip() or answer is None or isinstance(answer, bool):
+        raise UserError(f"sample {i} of {name} lacks problem or answer; a sample has these two columns")
+    return Sample(problem + INSTRUCTION, "", "", [str(answer)], MATH_TOKENS, [])
 
 
 def encode(

@@ -14,6 +14,7 @@ from kvbench.cache.rule import KeepRule
 from kvbench.cache.store import DenseStore, Store
 from kvbench.kernels.triton_decode import TritonKernel
 from kvbench.methods.adakv import AdaKV
+from kvbench.methods.duo import Duo
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -86,6 +87,10 @@ def test_no_step_of_latent_attention_waits(layout: str, name: str) -> None:
 RAGGED = {
     "appending": (AdaKV(budget=40, inner=SnapKV(budget=40)), DenseStore()),
     "holding": (AdaKV(budget=40, inner=SnapKV(budget=40, decode="evict")), DenseStore()),
+    "some growing": (
+        Duo(40, n_sink=2, window=6, retrieval={0: torch.tensor([0.2, 0.9]), 1: torch.tensor([0.1, 0.3])}),
+        DenseStore(),
+    ),
     "holding+int4": (AdaKV(budget=40, floor=0, inner=H2O(budget=40)), PerToken(4, 4)),
 }
 PAGES = {
@@ -103,7 +108,7 @@ def test_blocks_of_a_pool(name: str) -> None:
     check_no_step_waits(MODEL, Method(name, *IN_BLOCKS[name]))
 
 
-@pytest.mark.parametrize("name", ["appending", "holding", "full", "h2o filling"])
+@pytest.mark.parametrize("name", ["appending", "holding", "some growing", "full", "h2o filling"])
 def test_blocks_of_a_pool_after_a_question(name: str) -> None:
     check_capture_after_a_question(MODEL, Method(name, *IN_BLOCKS[name]))
 

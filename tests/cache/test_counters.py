@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvbench.cache.counters import CacheFull, Counters, DeviceCounters
+from kvbench.cache.counters import BlockCounters, CacheFull, Counters, DeviceCounters
 from kvbench.cache.residual import Schedule
 from kvbench.methods.kivi_captured import KiviCounters
 
@@ -32,14 +32,15 @@ def test_a_layer_that_never_evicts_has_no_excess() -> None:
     assert (counters.kept, counters.evicted, counters.excess) == (20, 0, 0)
 
 
+@pytest.mark.parametrize("every", [1, 6])
 @pytest.mark.parametrize(("step", "evicts_to"), [(1, None), (4, None), (1, 5), (3, 5), (4, 30)])
-def test_counters_follow_a_list_of_tokens(step: int, evicts_to: int | None) -> None:
+def test_counters_follow_a_list_of_tokens(step: int, evicts_to: int | None, every: int) -> None:
     draw = random.Random(step)
     for prompt in (1, 5, 12):
         kept = prompt if evicts_to is None else min(prompt, evicts_to)
         slots: list[int | None] = list(range(prompt - kept, prompt))
         free: list[int] = []
-        counters = Counters(capacity=kept + 60, step=step, evicts_to=evicts_to)
+        counters = Counters(capacity=kept + 60, step=step, evicts_to=evicts_to, evicts_every=every)
         counters.fill(kept, prompt)
         for _ in range(15):
             tokens = draw.randint(1, step)
@@ -52,6 +53,7 @@ def test_counters_follow_a_list_of_tokens(step: int, evicts_to: int | None) -> N
                     slots.append(1)
             held = [i for i, token in enumerate(slots) if token is not None]
             excess = 0 if evicts_to is None else max(0, len(held) - evicts_to)
+            excess = excess if excess >= every else 0
             assert (counters.written, counters.kept, counters.excess) == (len(slots), len(held), excess)
             for victim in held[:excess]:
                 slots[victim] = None
@@ -132,3 +134,28 @@ def test_a_schedule_by_hand() -> None:
     assert [block.is_due(length, 4) for length in (7, 8, 9)] == [False, True, True]
     assert [ring.is_due(length, 4) for length in (7, 8, 9)] == [False, False, True]
     assert (block.unit, ring.unit, block.row(6, 4), ring.row(6, 1)) == (4, 1, 2, 1)
+
+
+@pytest.mark.parametrize(("kept", "first"), [(6, 0), (3, 0), (6, 3), (6, 5)])
+def test_the_device_counts_blocks_as_the_host(kept: int, first: int) -> None:
+    """Steps of one token, of which some are followed by a flush; before them a forward of `first` tokens."""
+    counters = Counters(capacity=12, step=5, evicts_to=6, evicts_every=3)
+    counters.fill(kept, 12)
+    counters.accept(first)
+    counters.evict(counters.excess)
+    seen = torch.tensor(counters.seen)
+    device, flushes = BlockCounters(counters, seen, (0, 0)), 0
+    for _ in range(20):
+        device.accept()
+        before = counters.evicted
+        took_new_slot = counters.follow_step()
+        assert device.written.item() == counters.written
+        if took_new_slot:
+            assert device.newest.item() == counters.written - 1
+        device.evict()
+        if counters.evicted > before:
+            device.flush()
+            flushes += 1
+        seen.add_(1)
+        assert (device.evicted.item(), device.free.item()) == (counters.evicted, counters.free)
+    assert flushes >= 5

@@ -41,7 +41,9 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.knorm import KNorm
+from kvbench.methods.lagkv import LagKV
 from kvbench.methods.per_token import PerToken
+from kvbench.methods.r_kv import RKV
 from kvbench.methods.random import Random
 from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
@@ -274,6 +276,9 @@ RULES: dict[str, KeepRule] = {
     "random": Random(budget=16),
     "streaming_llm": StreamingLLM(budget=16, variant="absolute"),
     "keydiff": KeyDiff(budget=16),
+    "keydiff, evicting": KeyDiff(budget=16, buffer=3, decode="evict"),
+    "lagkv, evicting": LagKV(budget=16, n_sink=2, block=5, decode="evict"),
+    "r_kv": RKV(budget=16, buffer=5),
 }
 
 

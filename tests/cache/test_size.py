@@ -13,6 +13,7 @@ from kvbench.cache.build import Method, build_cache, prefill
 from kvbench.cache.bytes import held_bytes
 from kvbench.cache.caches import KVCache
 from kvbench.cache.calibrate import bases_of
+from kvbench.cache.observe import RecentQueries
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.rotary import key_rotations
 from kvbench.cache.rule import KeepRule
@@ -71,14 +72,18 @@ def predicted(method: Method, record: PrefillRecord) -> int:
         budget = method.rule.layer_tokens(PROMPT, layer, LAYERS)
         kept = PROMPT if budget is None else min(budget, PROMPT)
         evicts = budget is not None and method.rule.holds_budget
-        slots = min(kept + NEW, budget + 1) if evicts and budget is not None else kept + NEW
+        every = method.rule.evicts_every
+        slots = min(kept + NEW, budget + every) if evicts and budget is not None else kept + NEW
         total += method.store.planned_bytes(
             SlotShape(BATCH, KV_HEADS, HEAD, HEAD, slots, 1, torch.float32, torch.device("cpu"))
         )
         heads = BATCH * KV_HEADS
-        total += 4 * slots * (1 if budget is None else heads) + (8 * heads if evicts else 0)
+        total += 4 * slots * (1 if budget is None else heads) + (8 * heads * every if evicts else 0)
         scored = evicts and method.rule.initial_scores(record.layers[layer]) is not None
-        total += 4 * heads * slots if scored else 0
+        total += 4 * heads * (slots if scored else 0) + 4 * heads * (method.rule.carries if evicts else 0)
+        if scored and method.rule.rescores:
+            newest = next((each.count for each in method.rule.observations() if isinstance(each, RecentQueries)), 0)
+            total += BATCH * MODEL.config.num_attention_heads * newest * HEAD * 4
     return total
 
 
@@ -90,6 +95,8 @@ def test_bytes_of_every_combination_are_the_sum_of_its_parts() -> None:
         for store_name, store in held_stores.items():
             method = Method(rule_name, rule, store)
             if rule.budget is not None and rule.holds_budget and not store.writable:
+                continue
+            if rule.merges and not store.mergeable:
                 continue
             cache = build_cache(MODEL, method, record, max_new_tokens=NEW)
             assert isinstance(cache, KVCache)

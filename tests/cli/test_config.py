@@ -286,7 +286,7 @@ def test_measures() -> None:
 
     assert chosen("memory") == ["memory"]
     assert chosen(["memory", "latency", "memory"]) == ["memory", "latency"]
-    known = "fidelity, latency, memory, needle, paging, perplexity, tasks"
+    known = "error, fidelity, latency, memory, needle, paging, perplexity, stream, tasks, turns"
     for nothing in (None, [], "", ["memory", "speed"], [3], 3, [["memory"]]):
         with pytest.raises(UserError, match=f"choose from {known}"):
             chosen(nothing)
@@ -356,3 +356,17 @@ def test_yaml_files_say_what_they_are() -> None:
         for name in BUILT_IN.files(group):
             content = yaml.safe_load(resources.files("kvbench.conf").joinpath(group, f"{name}.yaml").read_text())
             assert content.get(key, content)["name"] == name
+
+
+def test_a_chunked_prefill_is_a_setting_of_the_method() -> None:
+    full, plain, chunked = found("compare=[h2o,'method=h2o prefill.chunk=512']", "budget=16")
+    assert (full.is_baseline, plain.prefill_chunk, chunked.prefill_chunk) == (True, None, 512)
+    assert "prefill_chunk" not in plain.columns and chunked.columns["prefill_chunk"] == 512
+    assert chunked.effective == plain.effective | {"prefill_chunk": 512}  # so the resume keys differ
+
+
+def test_the_baseline_reads_prompts_in_one_piece() -> None:
+    full, h2o = found("method=h2o", "budget=16", "prefill.chunk=512")
+    assert (full.is_baseline, full.prefill_chunk, h2o.prefill_chunk) == (True, None, 512)
+    one_piece, chunked = found("method=full", "prefill.chunk=512")
+    assert (one_piece.prefill_chunk, chunked.prefill_chunk, chunked.is_baseline) == (None, 512, False)

@@ -159,7 +159,7 @@ def test_the_help_lists_outside_names(own: Path, capsys: pytest.CaptureFixture[s
         (["method=evry"], "method=evry is unknown (did you mean every?); choose from "),
         (["store=roundd"], "did you mean rounded?"),
         (["model=mine"], "did you mean mine-tiny?"),
-        (["measure=[entrpy]"], "measure=entrpy is unknown (did you mean entropy?); choose from entropy, fidelity"),
+        (["measure=[entrpy]"], "measure=entrpy is unknown (did you mean entropy?); choose from entropy, error"),
         (["entropy.contxt=3"], "entropy.contxt is no setting (did you mean entropy.context?)"),
         (["measure=[entropy]", "entropy.tokens=0"], "entropy.tokens=0 is not a whole number of at least 1"),
         (["method=every", "every_strid=2"], "every_strid is no setting (did you mean every_stride?)"),

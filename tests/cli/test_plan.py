@@ -78,7 +78,9 @@ def measured(model: PreTrainedModel, method: Method, ids: torch.Tensor, new: int
 def of(model: PreTrainedModel) -> Planned:
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Planned(config.num_key_value_heads, head, head, layer_windows(config), model.dtype)
+    heads = config.num_key_value_heads
+    windows, queries = layer_windows(config), config.num_attention_heads
+    return Planned(heads, head, head, windows, model.dtype, query_heads=queries)
 
 
 def every_method() -> dict[str, Method]:
@@ -87,7 +89,7 @@ def every_method() -> dict[str, Method]:
     # A low-rank basis is made from weights; hf_* are transformers' own caches, with other dependencies.
     for store in (name for name in BUILT_IN.files("store") if name != "lowrank" and not name.startswith("hf_")):
         found[f"full+{store}"] = ["budget=null", "method=full", f"store={store}", "residual=32"]
-    others = ("full", "recompute", "kivi", "adakv", "kvzip", "hf_")  # heads of adakv and kvzip hold whole blocks
+    others = ("full", "recompute", "kivi", "adakv", "kvzip", "duo", "hf_")  # heads of three hold whole blocks
     for name in (name for name in BUILT_IN.files("method") if not name.startswith(others)):
         budget = "budget=270" if name == "lagkv" else "budget=64"
         for store in ("dense", "int4"):

@@ -568,3 +568,15 @@ def test_without_memory_to_read_only_the_share_is_missing(monkeypatch: pytest.Mo
     rows = rows_of(time_decoding(bench(methods("full")), settings(contexts=[CONTEXT])))
     assert {"bytes_per_s", "tpot_p50_ms"} <= {row.metric for row in rows}
     assert "bandwidth_share" not in {row.metric for row in rows}
+
+
+def test_the_time_of_a_chunked_prefill_is_its_own() -> None:
+    """Its forwards and its evictions; the observations of the shared record are none of it."""
+    named = methods("full", "h2o")
+    named["chunked"] = dataclasses.replace(named["h2o"], prefill_chunk=8)
+    rows = rows_of(time_decoding(run_context_of(MODEL, named, TEXT), Latency(contexts=[32], steps=2, warmup=1)))
+    prefill_ms = {method: value(rows, method, "prefill_ms") for method in named}
+    assert prefill_ms["full"] == prefill_ms["h2o"] != prefill_ms["chunked"]
+    assert value(rows, "h2o", "observe_ms") > value(rows, "chunked", "observe_ms") == 0
+    total = sum(value(rows, "chunked", metric) for metric in ("prefill_ms", "compress_ms"))
+    assert value(rows, "chunked", "ttft_ms") > total > prefill_ms["chunked"]

@@ -383,3 +383,19 @@ def test_progress_names_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
         f"memory {CONTEXT} h2o",
         f"memory {CONTEXT} of 2 methods",
     ]
+
+
+def test_the_peak_of_a_chunked_prefill_does_not_grow_with_the_prompt() -> None:
+    """Bytes above the start of the phase, by the process's own counter; a prefill in one piece grows as the prompt."""
+    model = random_llama(4, KV_HEADS, HEAD, layers=LAYERS, dtype=torch.float32)
+    text = torch.randint(97, (8000,), generator=torch.Generator().manual_seed(1))
+    named = methods("full", "h2o", budget=64)
+    named["chunked"] = replace(named["h2o"], prefill_chunk=256)
+    found: dict[tuple[str, int], float] = {}
+    for context in (1024, 4096):
+        rows = rows_of(measure_bytes(run_context_of(model, named, text), Memory([context], 1, isolate=False)))
+        found |= {(name, context): value(rows, name, "peak_prefill_bytes") for name in ("h2o", "chunked")}
+        assert value(rows, "chunked", "held_bytes") == value(rows, "h2o", "held_bytes")
+    assert found["h2o", 4096] > 1.5 * found["h2o", 1024]
+    assert found["chunked", 4096] < 1.2 * found["chunked", 1024]
+    assert found["chunked", 4096] < found["h2o", 4096] / 2

@@ -30,7 +30,8 @@ from kvbench.models.load import LoadedModel
 from kvbench.results.row import flags_of
 from kvbench.texts.drafts import Draft, Words
 from kvbench.texts.needle_tasks import TASKS, is_hit, recall
-from kvbench.texts.prompts import Maker, Prompt, check_prompts, make_prompts, template_of
+from kvbench.texts.prompts import Maker, Prompt, check_prompts, make_prompts
+from kvbench.texts.templates import template_of
 from tests.shared.models import random_llama
 from tests.shared.text import (
     CHARACTERS,
@@ -250,7 +251,7 @@ def test_full_that_finds_nothing_makes_a_cell_uninformative(monkeypatch: pytest.
         return said(torch.full((cache.last_logits.shape[0], count), token))
 
     monkeypatch.setattr(measured, "continuation", answer)
-    monkeypatch.setattr(measured, "is_hit", lambda text, value: text[0] == "1")
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(text[0] == "1"))
     threshold = torch.inf  # the full cache finds nothing
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(batch=1)))
     assert value(rows, "full", "hit_rate", depth=None) == 0
@@ -287,7 +288,7 @@ def test_what_follows_the_end_of_an_answer_does_not_count(monkeypatch: pytest.Mo
         return said(torch.tensor([TOKENIZER("= 12345")["input_ids"]] * cache.last_logits.shape[0]))
 
     monkeypatch.setattr(measured, "continuation", answer)
-    monkeypatch.setattr(measured, "is_hit", lambda text, value: text.endswith("12345"))
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(text.endswith("12345")))
     for ends, rate in (([], 1), ([TOKENIZER.convert_tokens_to_ids("=")], 0)):
         monkeypatch.setattr(measured, "end_tokens", lambda loaded, ends=ends: ends)
         assert value(rows_of(ask_needles(bench(methods("full")), settings())), "full", "hit_rate", depth=None) == rate
@@ -320,7 +321,7 @@ def test_finding_more_than_the_full_cache_is_said(monkeypatch: pytest.MonkeyPatc
         return said(torch.tensor([[TOKENIZER.convert_tokens_to_ids("1" if hit else "x")] for hit in found]))
 
     monkeypatch.setattr(measured, "continuation", answer)
-    monkeypatch.setattr(measured, "is_hit", lambda text, value: text[0] == "1")
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(text[0] == "1"))
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), settings(samples=4, batch=4)))
     (pooled,) = (row for row in rows if row.metric == "hit_rate_minus_full" and row.depth is None)
     assert pooled.value is not None and pooled.value > 0 and pooled.low is not None and pooled.low > 0

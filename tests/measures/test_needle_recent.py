@@ -68,7 +68,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, hits: dict[bool, str]) -> None:
         return Continuation(tokens, [False] * count, torch.ones_like(tokens, dtype=torch.bool))
 
     monkeypatch.setattr(measured, "continuation", answer)
-    monkeypatch.setattr(measured, "is_hit", lambda text, value: text[0] == "1")
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(text[0] == "1"))
 
 
 # where the needle stands
@@ -115,7 +115,7 @@ def test_a_recency_window_holds_no_token_of_a_needle_beyond_it(question: str, de
 
 def test_the_split_rates_are_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each method by its own budget, one without a budget by the smallest."""
-    monkeypatch.setattr(measured, "is_hit", lambda text, value: int(value) % 2 == 1)
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(int(asked.references[0]) % 2 == 1))
     named = methods("full", "kivi", "h2o", budget=50)
     named |= {"random": methods("random", budget=90)["random"]}
     (result,) = ask_needles(bench(named), settings(samples=6))
@@ -181,7 +181,7 @@ def test_a_task_that_the_full_cache_can_do_has_the_rows_that_it_has_without_the_
 
 
 def test_each_task_is_skipped_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "score", lambda prompt, text: float(prompt.task.name == "niah_single_1"))
+    monkeypatch.setattr(measured, "score", lambda asked, text: float(not asked.first_number))  # niah_single_1
     asked = settings(tasks=["single_number", "niah_single_1"], lengths=[300], depths=[0.5], skip_below=0.5)
     easy, hard = "niah_single_1", "single_number"
     rows = rows_of(ask_needles(bench(methods("full", "h2o")), asked))

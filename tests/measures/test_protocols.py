@@ -27,6 +27,7 @@ from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.per_token import PerToken
+from kvbench.methods.r_kv import RKV
 from kvbench.methods.random import Random
 from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
@@ -130,6 +131,7 @@ def test_a_scale_fixed_by_a_prompt_of_one_token_is_refused(of: Callable[[], Stor
 def test_what_holds_its_budget_may_stream(name: str) -> None:
     check_stream(methods(name)[name])
     check_stream(Method("snapkv", SnapKV(40, decode="evict"), DenseStore()))
+    check_stream(Method("r_kv", RKV(40), DenseStore()))  # it scores by queries of the moment, not of a prompt
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ from kvbench.texts.answer_metrics import (
     rouge_l,
     ruler,
 )
-from kvbench.texts.prompts import Template
 from kvbench.texts.task_sets import NAMES, Sample, check_tasks, encode, files_fingerprint, load_samples
+from kvbench.texts.templates import Template
 from tests.shared.models import random_llama
 from tests.shared.text import character_tokenizer, methods, prose, rows_of, run_context_of, value
 
@@ -350,3 +350,33 @@ def test_unusable_settings_exit_with_2_and_one_line(tmp_path: Path, capsys: pyte
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and answer in lines[0], lines
         assert not results.exists()
+
+
+def write_problems(folder: Path) -> None:
+    rows = [{"problem": f"What is {i} + {i}? {prose(60, seed=i)}", "answer": 2 * i} for i in range(3)]
+    (folder / "math_500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_mathematical_problems_come_from_files_and_are_worked_out_in_the_answer(tmp_path: Path) -> None:
+    write_problems(tmp_path)
+    chosen = settings(tmp_path, set="math", names=["math_500"], samples=2, answer_tokens=30)
+    samples = load_samples(chosen, "math_500")
+    assert [(sample.references, sample.question, sample.answer_tokens) for sample in samples] == [
+        (["0"], "", 30),
+        (["2"], "", 30),
+    ]
+    assert samples[1].context.startswith("What is 1 + 1?") and "\\boxed{}" in samples[1].context
+    assert load_samples(replace(chosen, answer_tokens=None), "math_500")[0].answer_tokens == 2048
+    here = run_context_of(MODEL, methods("full", "h2o"), torch.zeros(10, dtype=torch.int64), TOKENIZER)
+    rows = rows_of(answer_tasks(here, replace(chosen, longest=60)))
+    assert value(rows, "h2o", "kept_tokens") == 12
+    assert 0 < value(rows, "h2o", "engaged") < 1  # all but the token that the prompt itself predicts
+    assert {row.dataset for row in rows} == {"math"}
+
+
+def test_mathematical_problems_need_a_folder_and_two_columns(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tasks.set=math reads files; type tasks.path=FOLDER"):
+        check_tasks(settings(None, set="math", names=["aime_2024"]), None, TOKENIZER)
+    (tmp_path / "aime_2024.jsonl").write_text('{"problem": "What is 1?"}\n')
+    with pytest.raises(UserError, match="lacks problem or answer"):
+        check_tasks(settings(tmp_path, set="math", names=["aime_2024"]), None, TOKENIZER)

@@ -252,6 +252,8 @@ def test_named_by_the_config() -> None:
         ("method=adakv budget=50 inner=adakv", "no plain keep rule"),
         ("method=adakv budget=50 inner=streaming_llm", "variant=absolute"),
         ("method=adakv budget=50 store=kivi4", "store=dense"),
+        ("method=adakv budget=50 inner=keydiff decode=evict", "heads of different lengths.*type decode=append"),
+        ("method=adakv budget=50 inner=r_kv", "heads of different lengths.*type decode=append"),
     ],
 )
 def test_refusals(entry: str, says: str) -> None:

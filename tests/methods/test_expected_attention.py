@@ -156,6 +156,56 @@ def test_sinks_the_newest_and_the_best_stay(monkeypatch):
                 assert cache.layers[layer.index].kept_positions()[b, kv].tolist() == stay
 
 
+def slow_anew(raw: Tensor, key: Tensor, value: Tensor, rotation: Tensor, scale: float, n_sink: int) -> list[float]:
+    """Scores of the tokens held by one KV head, oldest first: its heads' newest queries raw [heads, w, D] un-rotated,
+    key [n, D] rotated, value [n, Dv]."""
+    total = [0.0] * len(key)
+    for samples in raw:
+        mu = sum(samples) / len(samples)
+        sigma = sum(torch.outer(q - mu, q - mu) for q in samples) / len(samples)
+        mu, sigma = rotation @ mu, rotation @ sigma @ rotation.T
+        weights = [math.exp(float(scale * k @ mu + scale**2 / 2 * k @ sigma @ k)) for k in key[n_sink:]]
+        for i, weight in enumerate(weights):
+            total[n_sink + i] += weight / sum(weights) / len(raw) * float(value[n_sink + i].norm())
+    return total
+
+
+@pytest.mark.parametrize(("buffer", "n_sink"), [(1, 4), (5, 4), (8, 0)])
+def test_evicting_scores_all_tokens_anew_by_the_newest_queries(buffer, n_sink, monkeypatch):
+    """Of the first layer, whose queries and keys do not depend on what was evicted."""
+    model, ids, prompt = exact_llama(6, 2, layers=1), random_ids(2, 60), 40
+    rule = ExpectedAttention(budget=17, n_sink=n_sink, future=30, buffer=buffer, decode="evict")
+    record, raw = recorded(model, ids, rule, monkeypatch)
+    layer, query = record.layers[0], raw[0]
+    cache = build_cache(model, Method("m", rule, DenseStore()), ids[:, :prompt], max_new_tokens=20)
+    held = cache.layers[0].kept_positions().tolist()
+    evictions = 0
+    for t in range(prompt, 60):
+        cache.step(model, ids[:, t : t + 1])
+        for b in range(2):
+            for kv in range(2):
+                now = held[b][kv] = [*held[b][kv], t]
+                if len(now) < 17 + buffer:
+                    continue
+                rotation = mean_rotation(model, 0, t + 1, 30, 16)
+                heads = query[b, 3 * kv : 3 * kv + 3, t + 1 - buffer : t + 1]
+                scores = slow_anew(heads, layer.key[b, kv, now], layer.value[b, kv, now], rotation, 0.25, n_sink)
+                scores[:n_sink], scores[-1] = [math.inf] * n_sink, math.inf
+                stay = sorted(range(len(now)), key=lambda i, scores=scores: (scores[i], i))[-17:]
+                held[b][kv] = [now[i] for i in sorted(stay)]
+                evictions += 1
+        assert cache.layers[0].kept_positions().tolist() == held
+    assert evictions == 4 * (20 // buffer)
+
+
+def test_appending_keeps_no_queries():
+    model, ids = exact_llama(2, 2), random_ids(1, 30)
+    for decode, held in (("append", 0), ("evict", 2)):
+        rule = ExpectedAttention(budget=9, buffer=4, decode=decode)
+        cache = build_cache(model, Method("m", rule, DenseStore()), ids, max_new_tokens=4)
+        assert [buffer.part for buffer in cache.buffers()].count("queries") == held
+
+
 def test_ties_and_prompts_shorter_than_the_sinks():
     model, ids = exact_llama(2, 2), random_ids(1, 3)
     cache = build_cache(model, Method("m", ExpectedAttention(budget=9), DenseStore()), ids)
@@ -193,7 +243,7 @@ def test_families_that_rotate_in_some_layers_only_are_refused(family, own):
         (lambda: ExpectedAttention(budget=4), "budget=5"),
         (lambda: ExpectedAttention(budget=9, n_sink=-1), "sinks=4"),
         (lambda: ExpectedAttention(budget=9, future=0), "512"),
-        (lambda: ExpectedAttention(budget=9, decode="evict"), "decode=append"),
+        (lambda: ExpectedAttention(budget=9, buffer=0, decode="evict"), "buffer=512"),
     ],
 )
 def test_unusable_settings(make, words):

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import math
 
+import pytest
+from torch import Tensor
+
 from kvbench.methods.keydiff import KeyDiff
-from tests.shared.picks import HKV, B, best, draw, layer_of
+from tests.shared.picks import HKV, B, best, draw, feed, layer_of
+
+
+def slow_scores(key: Tensor, held: list[int]) -> dict[int, float]:
+    """Minus the cosine of each key [T, D] that is held and the mean direction of all of them; the newest stays."""
+    k = key.double()
+    anchor = sum(k[j] / k[j].norm() for j in held) / len(held)
+    scores = {j: -float(k[j] @ anchor / (k[j].norm() * anchor.norm())) for j in held}
+    return {**scores, held[-1]: math.inf}
 
 
 def test_keydiff_keeps_the_keys_that_point_away_from_the_mean_direction():
@@ -13,8 +24,21 @@ def test_keydiff_keeps_the_keys_that_point_away_from_the_mean_direction():
     layer = layer_of(KeyDiff(budget=15), query, key, value)
     for b in range(B):
         for kv in range(HKV):
-            k = key[b, kv].double()
-            anchor = sum(row / row.norm() for row in k) / len(k)
-            scores = {j: -float(k[j] @ anchor / (k[j].norm() * anchor.norm())) for j in range(50)}
-            scores[49] = math.inf
-            assert layer.kept_positions()[b, kv].tolist() == best(scores, 15)
+            expected = best(slow_scores(key[b, kv], list(range(50))), 15)
+            assert layer.kept_positions()[b, kv].tolist() == expected
+
+
+@pytest.mark.parametrize("buffer", [1, 6])
+def test_evicting_moves_the_mean_to_the_keys_that_are_held(buffer: int) -> None:
+    query, key, value = draw(70, seed=7)
+    rule = KeyDiff(budget=15, buffer=buffer, decode="evict")
+    layer = layer_of(rule, query[:, :, :50], key[:, :, :50], value[:, :, :50])
+    held = layer.kept_positions().tolist()
+    for t in range(50, 70):
+        feed(layer, query, key, value, t, t + 1)
+        for b in range(B):
+            for kv in range(HKV):
+                held[b][kv] = [*held[b][kv], t]
+                if len(held[b][kv]) == 15 + buffer:
+                    held[b][kv] = best(slow_scores(key[b, kv], held[b][kv]), 15)
+        assert layer.kept_positions().tolist() == held

@@ -10,6 +10,7 @@ import torch
 from kvbench.cache.build import Method
 from kvbench.cache.rule import keep_best, lowest
 from kvbench.errors import UserError
+from kvbench.methods.critical import Critical
 from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.kivi import Kivi
@@ -77,7 +78,7 @@ def test_of_equal_keys_the_older_token_is_evicted():
         (lambda: SnapKV(budget=64, pool=4), "odd"),
         (lambda: SnapKV(budget=64, decode="keep"), "decode=append"),
         (lambda: KNorm(budget=64, decode="x"), "decode=evict"),
-        (lambda: KeyDiff(budget=64, decode="evict"), "type decode=append"),
+        (lambda: Critical(budget=64, decode="evict"), "type decode=append"),
         (lambda: LagKV(budget=100), "budget=260"),
         (lambda: LagKV(budget=500, block=1), "128"),
         (lambda: Tova(), "budget=256"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 import transformers
 
+from kvbench.gate import LIMITS, MOST_ROUNDING
 from scripts.families_table import TABLE, Outcome, kinds, outcome
 
 pytestmark = pytest.mark.engine
@@ -31,6 +33,9 @@ SOME = (
 )
 """Families that the fast tests build: one of each kind of mask, cache and refusal."""
 
+AMPLIFY_ROUNDING = ("hrm_text",)
+"""Families whose own forwards of a text and of its beginning differ by 1e-4: another processor, another difference."""
+
 
 def written() -> dict[str, tuple[str, str]]:
     """Result and detail of each family in the table."""
@@ -50,7 +55,8 @@ def check(found: Outcome) -> None:
     if result == "refused":
         assert without_numbers(found.detail) == without_numbers(detail)
     else:
-        assert result == "exact" and float(found.detail) <= 5e-4
+        assert result == "exact"
+        assert float(found.detail) <= (MOST_ROUNDING if found.kind in AMPLIFY_ROUNDING else LIMITS[torch.float32])
 
 
 def needs_its_transformers() -> None:

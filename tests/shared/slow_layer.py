@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.hadamard import hadamard
+from kvbench.cache.held import HeldTokens
+from kvbench.cache.merge import Evicted
+from kvbench.cache.observe import RecentQueries
+from kvbench.cache.rotary import RotateBack
 from kvbench.cache.rule import NO_SCORES, KeepRule
 from kvbench.cache.store import DenseStore, SlotShape, Store
 from kvbench.kernels.parts import read_all
@@ -52,6 +56,13 @@ class Reading:
         if self.twin is not None:
             self.twin.append(key, value)
 
+    def replace(self, b: int, h: int, row: int, key: Tensor, value: Tensor) -> None:
+        """Write one token's key [D] and value [Dv] anew."""
+        self.key[b, h, row], self.value[b, h, row] = key.to(self.key.dtype), value.to(self.value.dtype)
+        if self.twin is not None:
+            slot = torch.full((*self.key.shape[:2], 1), row)
+            self.twin.overwrite(slot, self.key[:, :, [row]], self.value[:, :, [row]])
+
     def settle(self) -> None:
         self.settled = self.key.shape[2]
         if self.twin is not None:
@@ -62,6 +73,19 @@ class Reading:
 
     def back(self, output: Tensor) -> Tensor:
         return output if self.twin is None else self.twin.restore_output(output)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values in the model's basis, in the dtype that the engine merges in."""
+        key, value = self.rows()
+        if self.twin is not None:
+            key, value = self.back(key), self.back(value)
+        wide = torch.promote_types(self.key.dtype, torch.float32)
+        return key.to(wide), value.to(wide)
+
+    def in_model_basis(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows so far, as the model made them but for what the store loses: float32."""
+        key, value = (x.float() for x in self.rows())
+        return (key, value) if self.twin is None else (self.twin.restore_keys(key), self.twin.restore_output(value))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, n, D], as `turned` queries and `back` outputs expect them."""
@@ -98,7 +122,8 @@ def is_plain(store: Kivi) -> bool:
 class SlowLayer:
     """The layer after its prompt, [B, Hkv, m] rows: `position`, `alive`, `scores`.
 
-    kept: the prompt's positions that stay, [B, Hkv, m]. tolerance: how near two priorities count as equal.
+    kept: the prompt's positions that stay, [B, Hkv, m]. tolerance: how near two priorities count as equal. carried:
+    what a rule that merges carries over from the prompt.
     """
 
     def __init__(
@@ -113,10 +138,14 @@ class SlowLayer:
         theta: float,
         prompt: int,
         tolerance: float,
+        rotation: RotateBack | None = None,
+        carried: Tensor | None = None,
     ) -> None:
+        self.rotation = rotation
         self.rule, self.reading, self.budget, self.layer, self.scoring = rule, reading, budget, layer, scoring
         self.position, self.alive, self.scores = kept, torch.ones_like(kept, dtype=torch.bool), scores
         self.theta, self.seen, self.tolerance = theta, prompt, tolerance
+        self.carried = torch.full((*kept.shape[:2], rule.carries), torch.nan) if carried is None else carried
 
     def step(self, tokens: Tokens, q: int, engine_kept: object) -> tuple[Tensor, str | None]:
         """Attention of the next q tokens, [B, Hq, q, D], then the rule's decision, held against what the engine kept.
@@ -138,7 +167,7 @@ class SlowLayer:
         self.seen += q
         if self.scores is not None and self.rule.reads_attention:
             self.scores = self.rule.updated_scores(self.scores, probabilities).double()
-        fault = self._evict(engine_kept)
+        fault = self._evict(tokens, engine_kept)
         self.reading.settle()
         return output, fault
 
@@ -167,9 +196,32 @@ class SlowLayer:
             output[:, head] = weights @ values[:, kv]
         return torch.stack(every, 1).unflatten(1, (-1, group)), self.reading.back(output)
 
-    def _evict(self, engine_kept: object) -> str | None:
+    def _score_anew(self, tokens: Tokens) -> None:
+        """The rule's scores of the tokens that are alive, oldest first, from the rows that attention reads."""
+        batch, heads, _ = self.alive.shape
+        rows = self.alive.nonzero()[:, 2].view(batch, heads, -1)
+        wide = rows.unsqueeze(-1)
+        key, value = (x.gather(2, wide.expand(-1, -1, -1, x.shape[-1])) for x in self.reading.in_model_basis())
+        count = next((each.count for each in self.rule.observations() if isinstance(each, RecentQueries)), 0)
+        query = tokens.query[:, :, self.seen - count : self.seen].float() if count else None
+        assert self.scores is not None
+        held = HeldTokens(
+            key,
+            value,
+            self.position.gather(-1, rows),
+            self.scores.gather(-1, rows).float(),
+            self.seen,
+            query,
+            self.scoring,
+            self.rotation,
+        )
+        self.scores.scatter_(-1, rows, self.rule.scores_at_eviction(held).double())
+
+    def _evict(self, tokens: Tokens, engine_kept: object) -> str | None:
         count = int(self.alive[0, 0].sum())
-        if self.budget is not None and count > self.budget:
+        if self.budget is not None and count >= self.budget + self.rule.evicts_every:
+            if self.rule.rescores:
+                self._score_anew(tokens)
             known = NO_SCORES if self.scores is None else self.scores.float()
             worth = self.rule.priority(known, self.position, self.seen - 1, self.budget, self.layer).double()
         else:
@@ -194,4 +246,33 @@ class SlowLayer:
                     return f"row {b} head {h} keeps {theirs}, not {sorted(stay)}"
             self.alive[b, h] = False
             self.alive[b, h, [at[p] for p in theirs]] = True  # of near-equals either may go: follow the engine
+            gone = [i for p, i in at.items() if p not in theirs]
+            if self.rule.merges and gone:
+                self._merge(b, h, gone)
         return None
+
+    def _merge(self, b: int, h: int, gone: list[int]) -> None:
+        """Merge the tokens in the rows `gone` of one head by the rule's own hook, with a loop for the sums."""
+        keys, values = (side[:, :, : self.position.shape[-1]] for side in self.reading.read())
+        one = slice(b, b + 1), slice(0, h + 1)  # the hook counts heads
+        stays = self.alive[one].clone()
+        scores = None if self.scores is None else self.scores[one].float()
+        victims = torch.tensor(gone).expand(1, h + 1, -1)
+        merge = self.rule.merge(
+            Evicted(keys[one], values[one], self.position[one], stays, scores, victims, self.layer, self.carried[one])
+        )
+        if merge.carried is not None:
+            self.carried[b, h] = merge.carried[0, h]
+        into: dict[int, list[tuple[int, float]]] = {}
+        for i, row in enumerate(gone):
+            for target, weight in zip(merge.into[0, h, i].tolist(), merge.weight[0, h, i].tolist(), strict=True):
+                if weight > 0:
+                    into.setdefault(target, []).append((row, weight))
+        for target, sources in into.items():
+            total = merge.own + sum(weight for _, weight in sources) if merge.mean else 1.0
+            new = []
+            for rows, changes in ((keys, merge.keys), (values, True)):
+                own = rows[b, h, target] * (merge.own if merge.mean else 1.0)
+                added = torch.stack([weight * rows[b, h, row] for row, weight in sources]).sum(0)
+                new.append((own + added) / total if changes else rows[b, h, target])
+            self.reading.replace(b, h, target, *new)

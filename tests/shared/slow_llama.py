@@ -172,6 +172,10 @@ class EvictingHistory(History):
                 stay = self.keeps(self.layer, h, positions, scores, n, self.budget)
                 self.alive[b, h] = False
                 self.alive[b, h, sorted(stay)] = True
+                self.merge(b, h, sorted(set(positions) - stay), sorted(stay))
+
+    def merge(self, b: int, h: int, gone: Positions, stay: Positions) -> None:
+        """What happens to the rows of evicted tokens; nothing here."""
 
 
 def h2o_keeps(recent: int | None = None) -> Keeps:

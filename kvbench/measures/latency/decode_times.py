@@ -190,13 +190,16 @@ def _build(
     record: PrefillRecord | None = None
     with context.guarded(context.methods, "latency", **where):
         _first_calls(context, ids[:, :64], settings)  # the cost of first calls is not counted as prefill
-        record = prefill(context.loaded.model, ids, [method.method.rule for method in context.methods], on_host)
+        from_record = [method for method in context.methods if not method.method.reads_in_chunks(ids.shape[1])]
+        record = prefill(context.loaded.model, ids, [method.method.rule for method in from_record], on_host)
     for method in context.methods if record is not None else []:
         with context.guarded(method, "latency", **where):
             cache = build_cache(
                 context.loaded.model, method.method, record, max_new_tokens=steps, kernel=context.kernel
             )
-            observed = sum(record.observe_ms[o] for o in dict.fromkeys(method.method.rule.observations()))
+            # A chunk's observations are its attention's own probabilities: their time is the prefill's.
+            wanted = method.method.rule.observations() if cache.prefill_ms is None else ()
+            observed = sum(record.observe_ms[o] for o in dict.fromkeys(wanted))
             decoder = decoder_for(model, cache, settings.graph, settings.warmup)
             timed.append(TimedMethod(method, cache, decoder, observed))
     return record, timed
@@ -235,6 +238,7 @@ def _rows(
 ) -> Iterator[Row]:
     """The rows of one method. full_ms: the steps of the full cache in the same turns; empty where it was not timed."""
     times, batch = np.array(one.step_ms), record.ids.shape[0]
+    prefill_ms = record.prefill_ms if one.cache.prefill_ms is None else one.cache.prefill_ms
     steady = is_steady(one.step_ms, context.seed)
     unsteady = None if steady else "the first and the second half of the steps differ"
     doubts = (one.decoder.note, machine.note, unsteady)
@@ -251,10 +255,10 @@ def _rows(
     if not steady:
         base = with_flags(base, "unsteady")
     once = [
-        ("prefill_ms", record.prefill_ms),
+        ("prefill_ms", prefill_ms),
         ("observe_ms", one.observe_ms),
         ("compress_ms", one.cache.compress_ms),
-        ("ttft_ms", record.prefill_ms + one.observe_ms + one.cache.compress_ms + one.first_ms),
+        ("ttft_ms", prefill_ms + one.observe_ms + one.cache.compress_ms + one.first_ms),
     ]
     for metric, value in once:
         yield replace(base, metric=metric, value=value, unit="ms")

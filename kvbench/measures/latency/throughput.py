@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvbench.cache.build import build_cache, prefill
+from kvbench.cache.build import build_cache
 from kvbench.cache.graph import WARM_UP, decoder_for
 from kvbench.cache.record import clock
 from kvbench.measures.context import MethodRun, RunContext
@@ -83,9 +83,7 @@ def _timed(context: RunContext, settings: Latency, method: MethodRun, prompt: in
     length = prompt + WARM_UP + 1 + STEPS
     starts = [i * max(0, len(context.tokens) - length) // batch for i in range(batch)]
     ids = context.windows(starts, length)
-    record = prefill(model, ids[:, :prompt], [method.method.rule])
-    cache = build_cache(model, method.method, record, max_new_tokens=length - prompt, kernel=context.kernel)
-    del record
+    cache = build_cache(model, method.method, ids[:, :prompt], max_new_tokens=length - prompt, kernel=context.kernel)
     decoder = decoder_for(model, cache, settings.graph)
     seconds = []
     for t in range(prompt, length):

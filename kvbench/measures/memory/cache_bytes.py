@@ -16,6 +16,7 @@ from kvbench.cache.formula import kept_bytes
 from kvbench.cache.record import PrefillRecord
 from kvbench.cache.size import planned_16bit
 from kvbench.errors import UserError
+from kvbench.heap import give_back_large_blocks_at_once
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.memory import Memory
 from kvbench.measures.memory.peak import peak
@@ -26,7 +27,7 @@ from kvbench.progress import Progress
 from kvbench.results.row import MEMORY_PARTS, Row
 
 WARM_UP = 256
-"""Tokens of the warm-up prompt."""
+"""Tokens of the warm-up prompt; two chunks where the method reads prompts in chunks."""
 
 
 def measure_bytes(context: RunContext, settings: Memory) -> Iterator[Result]:
@@ -90,6 +91,8 @@ def _apart(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> 
 def answer(request: Request) -> Reply:
     """Load the model and measure; runs in the subprocess."""
     torch.set_num_threads(request.threads)
+    if request.method.method.prefill_chunk is not None:
+        give_back_large_blocks_at_once()  # the heap's own growth would hide that the peak does not follow the prompt
     context = RunContext(
         load_model(request.spec), [request.method], torch.tensor(request.ids), Progress(quiet=True), request.kernel
     )
@@ -119,13 +122,18 @@ def _off_the_device(context: RunContext) -> Iterator[None]:
 def _measure(context: RunContext, method: MethodRun, prompt: int, tokens: int) -> list[Row]:
     model, device = context.loaded.model, context.loaded.device
     ids = context.window(0, prompt + tokens).unsqueeze(0).to(device)
-    _warm_up(context, method, ids[:, : min(WARM_UP, prompt) + 1])
+    chunk = method.method.prefill_chunk
+    _warm_up(context, method, ids[:, : min(WARM_UP if chunk is None else 2 * chunk, prompt) + 1])
+    in_chunks = method.method.reads_in_chunks(prompt)
+    # Layers have the same shapes in a record of one token: it stands for the prompt where that is read in chunks.
+    record = prefill(model, ids[:, :1]) if in_chunks else None
     with peak(device) as prefill_peak:
-        record = prefill(model, ids[:, :prompt], [method.method.rule])
-        cache = build_cache(model, method.method, record, max_new_tokens=tokens, kernel=context.kernel)
+        record = record or prefill(model, ids[:, :prompt], [method.method.rule])
+        read = ids[:, :prompt] if in_chunks else record
+        cache = build_cache(model, method.method, read, max_new_tokens=tokens, kernel=context.kernel)
     sizes = Sizes.of(record, prompt + tokens)
     formula = kept_bytes(model, method.method, record)
-    del record
+    del record, read
     with peak(device) as decode_peak:
         for t in range(tokens):
             step(model, ids[:, prompt + t : prompt + t + 1], cache)
@@ -174,8 +182,10 @@ def _side_by_side(base: Row, held: Held, analytic: int, allocated: int | None) -
 def _warm_up(context: RunContext, method: MethodRun, ids: Tensor) -> None:
     """Run a short prompt, so that one-time allocations are not counted for the first method."""
     with suppress(UserError):  # a share of so short a prompt may be too little for the method
-        record = prefill(context.loaded.model, ids[:, :-1], [method.method.rule])
-        cache = build_cache(context.loaded.model, method.method, record, max_new_tokens=1, kernel=context.kernel)
+        prompt = ids[:, :-1]
+        in_chunks = method.method.reads_in_chunks(prompt.shape[1])
+        read = prompt if in_chunks else prefill(context.loaded.model, prompt, [method.method.rule])
+        cache = build_cache(context.loaded.model, method.method, read, max_new_tokens=1, kernel=context.kernel)
         step(context.loaded.model, ids[:, -1:], cache)
 
 

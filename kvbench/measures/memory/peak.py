@@ -1,15 +1,15 @@
 """Peak memory of a block of work."""
 
-import ctypes
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvbench.background import repeating
+from kvbench.heap import give_back_freed_memory
 
 
 @dataclass
@@ -37,7 +37,7 @@ def peak(device: torch.device) -> Iterator[Peak]:
         torch.cuda.synchronize(device)
         found.bytes, found.source = torch.cuda.max_memory_allocated(device) - before, "CUDA allocator"
         return
-    _give_back_freed_memory()
+    give_back_freed_memory()  # its reuse would not show in the peak
     if _reset_high_water_mark():
         before = _status_bytes("VmRSS")
         yield found
@@ -45,12 +45,6 @@ def peak(device: torch.device) -> Iterator[Peak]:
         return
     with _sampled(found):
         yield found
-
-
-def _give_back_freed_memory() -> None:
-    """Return freed memory that the C library keeps: reusing it would not show in the peak."""
-    with suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_high_water_mark() -> bool:

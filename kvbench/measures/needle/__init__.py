@@ -30,6 +30,11 @@ NeedleTask = Literal[
     "fwe",
     "qa_one_hop",
     "qa_two_hop",
+    "key_value",
+    "multi_needle",
+    "variables",
+    "prefix_suffix",
+    "instruction",
 ]
 
 

@@ -5,7 +5,6 @@ counts as an answer: see `kvbench.texts.needle_tasks`. The rows: see `kvbench.me
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,16 @@ from torch import Tensor
 from kvbench.cache.caches import AnyCache
 from kvbench.cache.decode import continuation
 from kvbench.cache.future import Future
+from kvbench.measures.baseline_first import ask_baseline_first
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.fallbacks import each_cache
 from kvbench.measures.needle import Needle
 from kvbench.measures.needle.rows import Asked, needle_rows, sample_of
-from kvbench.measures.question_rows import Answers, answer_of
+from kvbench.measures.question_rows import Answers, answer_of, first_time
 from kvbench.measures.result import Result
 from kvbench.models.load import end_tokens
 from kvbench.progress import Advance
-from kvbench.texts.needle_tasks import is_hit, recall
+from kvbench.texts.needle_tasks import score
 from kvbench.texts.prompts import Prompt, make_prompts
 
 
@@ -43,8 +43,15 @@ def _ask_task(context: RunContext, asked: Asked) -> Result:
     answers: Answers = {(method.label, when): {} for method in context.methods for when in settings.question}
     work = len(prompts) * len(context.methods) * len(settings.question)
     with context.progress.phase(f"needle {asked.task} {asked.length}", work) as advance:
-        measured = _ask_methods if settings.skip_below is None else _ask_baseline_first
-        methods = measured(context, asked, answers, advance)
+        methods = ask_baseline_first(
+            context,
+            lambda several: _ask_methods(several, asked, answers, advance),
+            lambda method: [answer.score for answer in answers[method.label, first_time(settings.question)].values()],
+            settings.skip_below,
+            "needle",
+            f"{asked.task} {asked.length}",
+            **where,
+        )
     done = [method for method in context.remaining("needle", **where) if method in methods]
     rows = [
         row
@@ -60,36 +67,12 @@ def _ask_task(context: RunContext, asked: Asked) -> Result:
     return Result(rows, samples)
 
 
-def _ask_baseline_first(context: RunContext, asked: Asked, answers: Answers, advance: Advance) -> Sequence[MethodRun]:
-    """Ask the full cache alone, then the others, unless the full cache's hit rate is below `skip_below`.
-
-    Returns the methods that were asked.
-    """
-    settings, baseline = asked.settings, context.baseline
-    _ask_methods(replace(context, methods=[baseline]), asked, answers, advance)
-    others = [method for method in context.methods if method is not baseline]
-    when = "after" if "after" in settings.question else settings.question[0]
-    scores = [answer.score for answer in answers[baseline.label, when].values()]
-    complete = not context.has_failed(baseline, "needle", **asked.where)
-    if others and complete and sum(scores) / len(scores) < (settings.skip_below or 0):
-        found = f"the full cache's hit rate is {sum(scores) / len(scores):.2f}, below needle.skip_below"
-        context.progress.say(
-            f"needle {asked.task} {asked.length}: {found}={settings.skip_below}; other methods skipped"
-        )
-        context.journal.skipped.update({method.label: found for method in others})
-        return [baseline]
-    if others:
-        _ask_methods(replace(context, methods=others), asked, answers, advance)
-    return context.methods
-
-
-def _ask_methods(context: RunContext, asked: Asked, answers: Answers, advance: Advance) -> Sequence[MethodRun]:
-    """Ask all methods of the context; returns them."""
+def _ask_methods(context: RunContext, asked: Asked, answers: Answers, advance: Advance) -> None:
+    """Ask all methods of the context."""
     for when in asked.settings.question:
         for batch in batches_of(asked.prompts, asked.settings.batch):
             ask_batch(context, asked, when, batch, answers)
             advance(len(batch) * len(context.methods))
-    return context.methods
 
 
 def batches_of(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
@@ -118,7 +101,7 @@ def ask_batch(context: RunContext, asked: Asked, when: str, indices: Sequence[in
         # Generated past the end token too: kept tokens must not depend on the other rows of the batch.
         said = continuation(model, fed, cache, count)
         for row, (i, prompt) in enumerate(zip(indices, prompts, strict=True)):
-            scored = partial(score, prompt)
+            scored = partial(score, prompt.turns[0].asked)
             answers[method.label, when][i] = answer_of(tokenizer, said, row, ends, cache.kept_tokens, scored)
         context.save_kept_tokens(method, cache, indices, "needle", question=when, **where)
 
@@ -130,15 +113,8 @@ def _what_follows(tokenizer: Any, prompts: Sequence[Prompt], question: Tensor, w
 
     int64 [B, n]: shorter answers repeat their last token.
     """
-    right = [f" {prompt.draft.right_answer}" for prompt in prompts]
+    right = [prompt.turns[0].asked.right_answer for prompt in prompts]
     answers = [tokenizer(text, add_special_tokens=False).input_ids for text in right]
     longest = max(map(len, answers))
     padded = question.new_tensor([answer + answer[-1:] * (longest - len(answer)) for answer in answers])
     return torch.cat([question, padded], dim=1) if when == "after" else padded
-
-
-def score(prompt: Prompt, answer: str) -> float:
-    """Share of the hidden values that the answer holds."""
-    if prompt.draft.first_number:
-        return float(is_hit(answer, prompt.draft.references[0]))
-    return recall(answer, prompt.draft.references)

@@ -20,10 +20,10 @@ from typing import Any
 
 from kvbench.measures.context import MethodRun, RunContext
 from kvbench.measures.needle import Needle
-from kvbench.measures.question_rows import Answers, above_full, answers_of, engagement, finite_flags, mean_over
-from kvbench.measures.statistics import bounds, wilson
+from kvbench.measures.question_rows import Answers, above_full, answers_of, engagement, finite_flags, rate_over
 from kvbench.results.row import Row, with_flags
-from kvbench.texts.prompts import Prompt, template_of
+from kvbench.texts.prompts import Prompt
+from kvbench.texts.templates import template_of
 from kvbench.texts.tokens import token_hash
 
 
@@ -89,7 +89,7 @@ def _rate_rows(
     here = with_flags(replace(base, n=len(cell)), *finite_flags(mine[i] for i in cell))
     if paired and not any(full[i].score for i in cell):
         here = with_flags(here, "uninformative")
-    yield replace(here, metric=metric, unit="share", **_rate(scores, context.seed))
+    yield replace(here, metric=metric, unit="share", **rate_over(scores, context.seed))
     if metric == "hit_rate":
         yield replace(here, metric="hits", value=sum(scores), unit="hits")
     if paired and not method.is_baseline:
@@ -136,13 +136,6 @@ def recent_tokens(method: MethodRun, together: Sequence[MethodRun], compressed: 
         return own
     budgets = [other.method.rule.tokens(compressed) for other in together]
     return min((budget for budget in budgets if budget is not None), default=None)
-
-
-def _rate(scores: list[float], seed: int) -> dict[str, Any]:
-    """With Wilson's interval for hits and misses; where a prompt asks for several things, a bootstrap over prompts."""
-    if all(score in (0, 1) for score in scores):
-        return {"value": sum(scores) / len(scores), **bounds(wilson(round(sum(scores)), len(scores)))}
-    return mean_over(scores, seed)
 
 
 def sample_of(

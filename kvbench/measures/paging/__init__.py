@@ -55,6 +55,9 @@ class Paging(Measure):
                 "leave it out, or type method=full store=paged"
             )
 
+        if method.prefill_chunk is not None:
+            raise UserError("measure=paging compares memory and reads no prompt in chunks; leave prefill.chunk out")
+
     def run(self, context: RunContext) -> Iterator[Result]:
         from kvbench.measures.paging.shared_prefixes import measure_pages
 

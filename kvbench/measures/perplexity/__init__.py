@@ -164,5 +164,5 @@ def check_stream(method: Method) -> None:
         )
     if rule.sees_future:
         raise UserError(f"method={method.name} ranks a prompt's tokens and a stream has none; {leave}")
-    if rule.observations() and not rule.reads_attention:
+    if rule.observations() and not (rule.reads_attention or rule.rescores):
         raise UserError(f"method={method.name} decides by what it observes of a prompt and a stream has none; {leave}")

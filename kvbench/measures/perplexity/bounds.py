@@ -19,7 +19,8 @@ SAME_TOKENS = 0.01
 def bounds_of(method: MethodRun, methods: Sequence[MethodRun]) -> tuple[MethodRun, MethodRun] | None:
     """Floor and ceiling for a keep rule: of the same budget, store and way of decoding. None where one is missing.
 
-    None for methods without a budget, and for the bounds themselves.
+    The floor reads prompts in the same chunks; the ceiling always reads them in one piece. None for methods without a
+    budget, and for the bounds themselves.
     """
     if method.method.rule.budget is None or method.row.method in (FLOOR, CEILING):
         return None
@@ -66,6 +67,7 @@ def _is_bound(one: MethodRun, name: str, method: MethodRun) -> bool:
         and one.row.store == method.row.store
         and theirs.budget == mine.budget
         and theirs.holds_budget == mine.holds_budget
+        and (name == CEILING or one.row.prefill_chunk == method.row.prefill_chunk)
     )
 
 

@@ -1,4 +1,4 @@
-"""Tasks: LongBench's English sets and RULER as published, scored by their own metrics."""
+"""Tasks: LongBench's English sets, RULER and mathematical problems as published, scored by their own metrics."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Tasks(Measure):
     """The first `samples` samples of the tasks `names` of a published set, contexts cut to `longest` tokens.
 
     path: a folder with NAME.jsonl or NAME.parquet files instead of the hub. length: which of RULER's lengths.
+    answer_tokens: most tokens of an answer; None: the sample's own number.
     """
 
     name: ClassVar[str] = "tasks"
@@ -30,7 +31,7 @@ class Tasks(Measure):
     )
     needs_words: ClassVar[bool] = True
 
-    set: Literal["longbench", "ruler"] = "longbench"
+    set: Literal["longbench", "ruler", "math"] = "longbench"
     names: list[str] = setting(["hotpotqa"])
     samples: int = setting(50, most=100_000)
     longest: int = setting(3500)
@@ -38,6 +39,7 @@ class Tasks(Measure):
     template: Literal["base", "chat"] = "base"
     length: int = setting(4096)
     path: str | None = None
+    answer_tokens: int | None = setting(None, most=1_000_000)
 
     @property
     def size(self) -> int:

@@ -29,8 +29,8 @@ from kvbench.measures.tasks import Tasks
 from kvbench.models.load import end_tokens
 from kvbench.results.row import Row, with_flags
 from kvbench.texts.answer_metrics import WITHOUT_CHAT
-from kvbench.texts.prompts import Template, template_of
 from kvbench.texts.task_sets import SCORES, Sample, encode, load_samples
+from kvbench.texts.templates import Template, template_of
 from kvbench.texts.tokens import token_hash
 
 

@@ -39,8 +39,8 @@ def config_of(row: Row) -> Config:
 
 
 def is_baseline(row: Row) -> bool:
-    """True for the full cache in its own precision, with which everything is compared."""
-    return row.method == "full" and row.store in (None, "full", "dense")
+    """True for the full cache in its own precision, its prompt read in one piece, with which all are compared."""
+    return row.method == "full" and row.store in (None, "full", "dense") and row.prefill_chunk is None
 
 
 def sees_future(row: Row) -> bool:

@@ -3,6 +3,8 @@
 The yaml of a method or a store carries a node `traits:`
 
     traits: {shrinks: tokens, retraining: false, history: lost, bounded: true, typical: prompt / budget}
+
+A rule that evicts in blocks, and so holds more than the budget between evictions, adds `blocks: true`.
 """
 
 from __future__ import annotations
@@ -105,6 +107,8 @@ def measured_bounded(row: Row, kept: Row | None) -> bool | None:
         return None
     if budget is None or budget < 1:  # nothing is evicted, or the budget grows with the prompt
         return False
+    if kept.value > budget and _node("method", row.method).get("blocks"):
+        return None
     return kept.value <= budget < kept.context if kept.context > budget else None
 
 

@@ -20,6 +20,8 @@ def method_settings(row: Row) -> dict[str, str]:
         value = getattr(row, name)
         if value is not None and not (name in ("k_bits", "v_bits") and value == row.bits):
             settings[name] = value
+    if "prefill_chunk" in settings:
+        settings["prefill.chunk"] = settings.pop("prefill_chunk")
     settings |= {key: value for key, value in other_knobs(row).items() if key in shipped_config() and value is not None}
     if row.seed:
         settings.setdefault("seed", row.seed)

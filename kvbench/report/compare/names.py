@@ -19,6 +19,7 @@ LABEL_FORMATS = {
     "sinks": "{} sinks",
     "window": "w{}",
     "variant": "{}",
+    "prefill_chunk": "prefill by {}",
 }
 """How a knob's value is written in a label; knobs that are not listed here as `name=value`."""
 

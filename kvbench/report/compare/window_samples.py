@@ -123,9 +123,9 @@ def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[
         return []
     if not isinstance(record.get("protocol"), str | None):
         return []
-    methods = record.get("methods")
-    entries = [entry for entry in methods if _is_entry(entry)] if isinstance(methods, list) else []
-    scored = [(_row(entry, record, setting), _scores(entry)) for entry in entries if _finite(entry.get("nll"))]
+    scored = [
+        (row_of(entry, record, setting), _scores(entry)) for entry in entries_of(record) if _finite(entry.get("nll"))
+    ]
     base = next((scores["nll"] for row, scores in scored if is_baseline(row)), None)
     if base is None:
         return []
@@ -136,6 +136,12 @@ def _differences(record: Mapping[str, Any], setting: Mapping[str, Any]) -> list[
 
 def _scores(entry: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(entry[name]) for name in SCORES if _finite(entry.get(name))}
+
+
+def entries_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a sample records of each method; entries of another kind are left out."""
+    methods = record.get("methods")
+    return [entry for entry in methods if _is_entry(entry)] if isinstance(methods, list) else []
 
 
 def _is_entry(entry: Any) -> bool:
@@ -151,7 +157,8 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _row(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[str, Any]) -> Row:
+def row_of(entry: Mapping[str, Any], record: Mapping[str, Any], setting: Mapping[str, Any]) -> Row:
+    """The method of an entry with its knobs, context and protocol. setting: columns that samples do not repeat."""
     recorded = entry.get("knobs")
     known = recorded.items() if isinstance(recorded, Mapping) else ()
     knobs: dict[str, Any] = {name: value for name, value in known if value is not None}  # as rows record them

@@ -20,6 +20,7 @@ from kvbench.report.compare.window_intervals import window_intervals
 from kvbench.report.compare.window_samples import WindowSample
 from kvbench.report.figures.bars import bandwidth_bars, memory_parts, speed_bars
 from kvbench.report.figures.by_context import bytes_by_context, tpot_by_context
+from kvbench.report.figures.error_maps import error_maps
 from kvbench.report.figures.gap_closed import gap_closed_dots
 from kvbench.report.figures.kept_tokens import kept_figures
 from kvbench.report.figures.layout import Plot, styled
@@ -28,7 +29,9 @@ from kvbench.report.figures.method_panels import kl_by_position, loss_by_window,
 from kvbench.report.figures.needle_maps import needle_maps
 from kvbench.report.figures.needle_tasks import needle_tasks
 from kvbench.report.figures.pair_heat_maps import pair_heat_maps
+from kvbench.report.figures.stream_answers import answers_by_length
 from kvbench.report.figures.trade_off import difference_by_size, kl_by_size, top1_by_size
+from kvbench.report.figures.turns import turns
 from kvbench.results.paired import MARGIN
 from kvbench.results.row import Row
 
@@ -157,6 +160,20 @@ FIGURES = (
         "smallest to largest budget",
     ),
     FigureKind(
+        "stream_length",
+        answers_by_length,
+        "Answers about what was written earlier",
+        "Share of right answers after a working-out of this many tokens, which evicts while it is written; the mean "
+        "over synthetic tasks of which the full cache answers half or more; grey: the other methods",
+    ),
+    FigureKind(
+        "turns",
+        turns,
+        "Hits by turn",
+        "Share of questions answered, by turn; pale: the text is compressed before any question is known; full colour: "
+        "the first question is compressed with it, later turns ask something else; grey: the other methods",
+    ),
+    FigureKind(
         "latency_context",
         tpot_by_context,
         "Time per output token",
@@ -180,6 +197,12 @@ LOSS_BY_WINDOW = (
     "Loss by window",
     "NLL above the full cache's for every window, sorted; grey: the other methods. A small mean may hide a few windows "
     "with a large loss",
+)
+ERROR_MAPS = (
+    "error_maps",
+    "Error of the attention output",
+    "Norm of the attention output's difference from exact attention, as a share of the exact output's norm, by layer "
+    "and KV head; mean over windows; logarithmic colours",
 )
 METHOD_PAIRS = (
     "method_pairs",
@@ -213,6 +236,7 @@ def draw_all(
         for (name, title, caption), draw in (
             (METHOD_PAIRS, partial(pair_heat_maps, families)),
             (LOSS_BY_WINDOW, partial(loss_by_window, samples)),
+            (ERROR_MAPS, partial(error_maps, runs)),
         ):
             if (plot := draw()) is not None:
                 drawn.append(_drawn(plot, folder, name, title, caption, main=name == METHOD_PAIRS[0]))

@@ -98,9 +98,9 @@ def method_panels(
 
 
 def _title(name: str, own: Sequence[Curve]) -> str:
-    """`h2o: 128, 256, 512`: the method, and its curves if there are several."""
+    """`h2o: 128, 256, 512`: the method, and its curves if there are several; a dash for one without settings."""
     words = [curve.label.removeprefix(name).strip() for curve in own]
-    return f"{name}: {', '.join(words)}" if len(own) > 1 and all(words) else name
+    return f"{name}: {', '.join(word or '–' for word in words)}" if len(own) > 1 and any(words) else name
 
 
 def _scale(axes: Axes, values: Sequence[float], *, logarithmic: bool, zero: bool) -> None:

@@ -32,11 +32,13 @@ from kvbench.report.tables.columns import (
     status_column,
     verdict_column,
 )
+from kvbench.report.tables.error_predictors import error_predictors_table
 from kvbench.report.tables.headlines import COUNTS, RETIRED, SMALLER, WINDOWS, Recorded, headlines_of, reading_order
 from kvbench.report.tables.method_pairs import method_pairs_table
 from kvbench.report.tables.needle_tables import needle_tables
 from kvbench.report.tables.needle_task_tables import needle_task_tables
 from kvbench.report.tables.table import Table, for_terminal, shared_caption
+from kvbench.report.tables.turn_tables import TURNS, turn_tables
 from kvbench.results.headline import Headline
 from kvbench.results.row import IDENTITY, MEMORY_PARTS, Row, rows_of
 
@@ -73,6 +75,10 @@ def build_tables(
             by_task = [replace(one, caption=[*one.caption, *origin]) for one in needle_task_tables(lines)]
             tables += [*needle_tables(lines, identity, caption, columns), *by_task]
             continue
+        if measure == TURNS:
+            lines = lines_of(rows, measure)
+            tables += turn_tables(lines, mixed_origins(lines, origins))
+            continue
         pooled, single = split_by_text([row for row in rows if row.measure == measure])
         lines = lines_of(pooled, measure)
         origin = mixed_origins(lines, origins)
@@ -81,6 +87,8 @@ def build_tables(
             tables.append(_by_text_table(measure, by_text, evidence, mixed_origins(by_text, origins)))
         if parts := _parts_table(measure, lines, origin):
             tables.append(parts)
+        if measure == "error" and (predicting := error_predictors_table(lines, origin)):
+            tables.append(predicting)
         if measure == "perplexity" and (pairs := method_pairs_table(evidence.families, origin)):
             tables.append(pairs)
     return tables

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.errors import UserError
-from kvbench.texts.prompts import template_of
+from kvbench.texts.templates import between_turns, template_of
 
 
 def tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -50,3 +50,19 @@ def test_a_template_that_cannot_be_used_is_one_line(template: str, why: str) -> 
 def test_a_tokenizer_without_a_template_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         template_of(tokenizer(""), "chat")
+
+
+CONVERSATION = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_what_a_template_puts_between_an_answer_and_the_next_question() -> None:
+    assert between_turns(tokenizer(CONVERSATION), "chat") == "</s><user>"
+    assert between_turns(None, "base") == ""
+
+
+def test_a_template_that_takes_one_message_only_is_refused() -> None:
+    with pytest.raises(UserError, match=r"three messages.*turns.template=base"):
+        between_turns(tokenizer("<user>{{ messages[0]['content'] }}<assistant>"), "chat")

@@ -29,12 +29,12 @@ FLOORS = (
     ("checks", "gate", "method_runs"),
     ("run",),
     ("api",),
-    ("cli", "check", "harness"),
+    ("cli", "check", "harness", "verify"),
 )
 """Rooms of kvbench from the lowest to the highest. A room imports from lower floors only; the first floor's modules
 also import each other."""
 
-ENTRY_POINTS = ("__init__", "__main__", "fetch", "plan", "status")
+ENTRY_POINTS = ("__init__", "__main__", "board", "fetch", "plan", "status")
 """Files at the top of kvbench/ that hand over to a room: they import from everywhere, and no room imports them."""
 
 ONLY = {"methods": ("cache", "kernels", "errors"), "report": (*FLOORS[0], "results", "measures")}

@@ -16,6 +16,8 @@ COMMANDS = (
     ("python -m kvbench.check", "test the engine's identities on this machine"),
     ("python -m kvbench.status results/...", "progress of a sweep"),
     ("python -m kvbench.report results/...", "tables and figures of one or many runs"),
+    ("python -m kvbench.verify results/RUN", "measure drawn samples of a run again: pass or fail"),
+    ("python -m kvbench.board results/", "a page of the verified runs"),
     ("python -m kvbench.harness method=h2o budget=256 tasks=arc_easy", "tasks of lm-evaluation-harness"),
 )
 

@@ -24,7 +24,7 @@ FLAGS = {
 PACKS = ("methods", "none")
 INTEGER = re.compile(r"""(?:^|(?<=[\[=,:{ ]))[+-]?\d{19,}(?=$|[\]}, "'])""")
 """A long whole number as a value, alone or in a list or mapping."""
-COMMANDS = ("fetch", "report", "plan", "check", "status", "harness")
+COMMANDS = ("fetch", "report", "plan", "check", "status", "harness", "verify", "board")
 
 
 def check_words(arguments: Sequence[str], sources: ConfigSources) -> list[str]:

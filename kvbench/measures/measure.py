@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvbench.measures.context import MethodRun, RunContext
     from kvbench.measures.result import Result
     from kvbench.measures.target import Target
+    from kvbench.measures.verification import Verification
 
 LARGEST = 10_000_000
 """Default upper bound of a whole number among the settings."""
@@ -143,6 +144,11 @@ class Measure:
     def run(self, context: RunContext) -> Iterator[Result]:
         """Measure every method of the context. Each Result is complete: its rows can be written."""
         raise NotImplementedError(f"{type(self).__name__} has no `run`")
+
+    def verification(self) -> Verification | None:
+        """How recorded samples of one cell are checked and measured again; None: the measure records none, or its
+        numbers cannot be measured again."""
+        return None
 
     def settings(self) -> dict[str, Any]:
         """The settings as plain values."""

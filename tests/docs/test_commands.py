@@ -24,6 +24,8 @@ from kvbench.harness.__main__ import spelled
 from kvbench.harness.settings import read_asked
 from kvbench.offline import RECIPES
 from kvbench.report.__main__ import main as report
+from kvbench.report.page.board import main as board
+from kvbench.verify.__main__ import read_words
 from tests.docs.pages import commands, write_files
 from tests.shared.paths import ROOT
 
@@ -95,6 +97,19 @@ def kvbench_harness(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -
     assert read_asked(config.harness).tasks
 
 
+def kvbench_verify(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Read by its parser; tests/verify/ measures."""
+    path, samples, _ = read_words(words)
+    assert samples >= 1 and str(path).startswith("results/")
+
+
+def kvbench_board(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Runs on a folder that holds one run, which is not verified."""
+    run = ROOT / "results" / "reference" / "first_light"
+    shutil.copytree(run, folder / words[0] / "run", ignore=shutil.ignore_patterns("report"))
+    assert board(words) == 0
+
+
 MODULES: dict[str, Check] = {
     "kvbench": kvbench,
     "kvbench.report": kvbench_report,
@@ -103,6 +118,8 @@ MODULES: dict[str, Check] = {
     "kvbench.check": kvbench_check,
     "kvbench.fetch": kvbench_fetch,
     "kvbench.harness": kvbench_harness,
+    "kvbench.verify": kvbench_verify,
+    "kvbench.board": kvbench_board,
 }
 TOOLS = ("ruff", "mypy", "pytest", "mkdocs")
 

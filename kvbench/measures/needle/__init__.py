@@ -13,6 +13,7 @@ from kvbench.results.headline import Headline
 if TYPE_CHECKING:
     from kvbench.measures.context import RunContext
     from kvbench.measures.result import Result
+    from kvbench.measures.verification import Verification
 
 NeedleTask = Literal[
     "single_number",
@@ -94,3 +95,8 @@ class Needle(Measure):
         from kvbench.measures.needle.answers import ask_needles
 
         yield from ask_needles(context, self)
+
+    def verification(self) -> Verification:
+        from kvbench.measures.needle.verification import PromptVerification
+
+        return PromptVerification(self)

@@ -70,12 +70,12 @@ def _ask_task(context: RunContext, asked: Asked) -> Result:
 def _ask_methods(context: RunContext, asked: Asked, answers: Answers, advance: Advance) -> None:
     """Ask all methods of the context."""
     for when in asked.settings.question:
-        for batch in _batches(asked.prompts, asked.settings.batch):
-            _ask(context, asked, when, batch, answers)
+        for batch in batches_of(asked.prompts, asked.settings.batch):
+            ask_batch(context, asked, when, batch, answers)
             advance(len(batch) * len(context.methods))
 
 
-def _batches(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
+def batches_of(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
     """Indices of prompts that can run together: questions of one length in tokens, answers of one length."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -85,7 +85,8 @@ def _batches(prompts: list[Prompt], size: int) -> Iterator[list[int]]:
             yield indices[start : start + size]
 
 
-def _ask(context: RunContext, asked: Asked, when: str, indices: list[int], answers: Answers) -> None:
+def ask_batch(context: RunContext, asked: Asked, when: str, indices: Sequence[int], answers: Answers) -> None:
+    """Ask the prompts of these indices, one of `batches_of`, of each method; adds to `answers`."""
     model, tokenizer, device, where = context.loaded.model, context.loaded.tokenizer, context.loaded.device, asked.where
     prompts = [asked.prompts[i] for i in indices]
     ids = torch.tensor([prompt.ids for prompt in prompts], device=device)

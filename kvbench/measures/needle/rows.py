@@ -142,8 +142,16 @@ def sample_of(
     context: RunContext, methods: Sequence[MethodRun], i: int, prompt: Prompt, when: str, answers: Answers
 ) -> dict[str, Any]:
     """What samples.jsonl records of one prompt and its answers."""
+    sample = prompt_record(context, prompt, when) | {"methods": answers_of(methods, answers, when, i, "hit")}
+    if context.save_tokens:
+        sample["ids"], sample["question_ids"] = prompt.ids, prompt.question
+    return sample
+
+
+def prompt_record(context: RunContext, prompt: Prompt, when: str) -> dict[str, Any]:
+    """What tells one prompt, asked `after` or `before` compression, from all others."""
     text, span = context.loaded.tokenizer.decode(prompt.ids + prompt.question), prompt.needle_span
-    sample: dict[str, Any] = {
+    return {
         "measure": "needle",
         "task": prompt.task.name,
         "length": prompt.length,
@@ -156,8 +164,4 @@ def sample_of(
         "question_tokens": len(prompt.question),
         "sha256": token_hash(prompt.ids + prompt.question),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "methods": answers_of(methods, answers, when, i, "hit"),
     }
-    if context.save_tokens:
-        sample["ids"], sample["question_ids"] = prompt.ids, prompt.question
-    return sample

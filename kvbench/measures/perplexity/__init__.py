@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvbench.measures.context import MethodRun, RunContext
     from kvbench.measures.result import Result
     from kvbench.measures.target import Target
+    from kvbench.measures.verification import Verification
 
 Protocol = Literal["prefill_decode", "stream", "chunked"]
 
@@ -133,6 +134,11 @@ class Perplexity(Measure):
         from kvbench.measures.perplexity.windows import score_windows
 
         yield from score_windows(context, self)
+
+    def verification(self) -> Verification:
+        from kvbench.measures.perplexity.verification import WindowVerification
+
+        return WindowVerification(self)
 
 
 def check_stream(method: Method) -> None:

@@ -198,16 +198,33 @@ def exp(nats: float) -> float:
 def samples_of(
     methods: list[MethodRun], scores: dict[str, Scores], context: RunContext, settings: Perplexity
 ) -> list[dict[str, object]]:
-    """One record a window: which tokens of which text it holds, and each method's means over them.
+    """One record a window: which tokens of which text it holds, and each method's means over them."""
+    samples = window_records(context, settings)
+    for w, sample in enumerate(samples):
+        ids = sample.pop("ids", None)
+        sample["methods"] = [
+            {
+                "method": method.row.method,
+                "store": method.row.store,
+                "knobs": method.knobs,
+                **{name: scores[method.label].of_window(name, w) for name in ("nll", *COMPARED)},
+            }
+            for method in methods
+        ]
+        if ids is not None:
+            sample["ids"] = ids
+    return samples
 
-    offset: first token, counted in the window's own text.
-    """
-    samples = []
+
+def window_records(context: RunContext, settings: Perplexity) -> list[dict[str, object]]:
+    """One record a window: which tokens of which text it holds. offset: first token, counted in the window's own text.
+    ids: the tokens, with `save_tokens`."""
+    records = []
     stretches = context.stretches or (Stretch(str(context.baseline.row.dataset), 0, len(context.tokens)),)
     for w, offset in enumerate(settings.offsets(context.lengths)):
         stretch = next(each for each in stretches if each.start <= offset < each.stop)
         ids = context.window(offset, settings.longest).tolist()
-        sample: dict[str, object] = {
+        record: dict[str, object] = {
             "measure": "perplexity",
             "protocol": settings.protocol_name,
             "window": w,
@@ -216,17 +233,8 @@ def samples_of(
             "context": settings.longest - settings.tokens,
             "tokens": settings.tokens,
             "sha256": token_hash(ids),
-            "methods": [
-                {
-                    "method": method.row.method,
-                    "store": method.row.store,
-                    "knobs": method.knobs,
-                    **{name: scores[method.label].of_window(name, w) for name in ("nll", *COMPARED)},
-                }
-                for method in methods
-            ],
         }
         if context.save_tokens:
-            sample["ids"] = ids
-        samples.append(sample)
-    return samples
+            record["ids"] = ids
+        records.append(record)
+    return records

@@ -31,15 +31,31 @@ def score_windows(context: RunContext, settings: Perplexity) -> Iterator[Result]
     """One result with the rows and samples of each method: see `kvbench.measures.perplexity.rows`."""
     offsets = settings.offsets(context.lengths)
     scores = {method.label: Scores() for method in context.methods}
-    run = _stream if settings.protocol == "stream" else _after_prompt
     with context.progress.phase("perplexity", settings.tokens * len(context.methods) * len(offsets)) as advance:
         for start in range(0, len(offsets), settings.batch):
-            some = offsets[start : start + settings.batch]
-            ids = context.windows(some, settings.longest)
-            run(context, settings, ids, scores, advance)
+            _score_batch(context, settings, offsets[start : start + settings.batch], scores, advance)
     done = context.remaining("perplexity")
     rows = [row for method in done for row in rows_of(method, scores, context, settings)]
     yield Result(rows, samples_of(done, scores, context, settings))
+
+
+def score_batch(context: RunContext, settings: Perplexity, offsets: list[int]) -> dict[str, Scores]:
+    """The scores of each method, by label, over one batch of windows that begin at these offsets."""
+    scores = {method.label: Scores() for method in context.methods}
+    with context.progress.phase("perplexity", settings.tokens * len(context.methods) * len(offsets)) as advance:
+        _score_batch(context, settings, offsets, scores, advance)
+    return scores
+
+
+def _score_batch(
+    context: RunContext,
+    settings: Perplexity,
+    offsets: list[int],
+    scores: dict[str, Scores],
+    advance: Callable[[int], None],
+) -> None:
+    run = _stream if settings.protocol == "stream" else _after_prompt
+    run(context, settings, context.windows(offsets, settings.longest), scores, advance)
 
 
 def _after_prompt(

@@ -121,6 +121,12 @@ def changes_html(table: Table | None, title: str, sentence: str) -> str:
     return _template("changes.html.j2").render(table=shown, title=title, sentence=sentence)
 
 
+def tables_html(tables: Sequence[Table], title: str, sentence: str) -> str:
+    """A page of tables, each under its title, and a sentence below them."""
+    shown = [_shown(table, {}) for table in tables]
+    return _template("board.html.j2").render(tables=shown, title=title, sentence=sentence)
+
+
 def _template(name: str) -> Template:
     environment = Environment(
         loader=PackageLoader("kvbench.report.page", "templates"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.caches import AnyCache, KVCache, Layer
 from kvbench.cache.chunked import check_chunks, prefill_in_chunks
 from kvbench.cache.decode_kernel import decode_kernel
-from kvbench.cache.layer import slot_layer
+from kvbench.cache.from_prompt import slot_layer
 from kvbench.cache.method import Method
 from kvbench.cache.mla import latents_of
 from kvbench.cache.plan import LayerPlan, plan_layer

@@ -22,7 +22,8 @@ from kvbench.cache.caches import KVCache
 from kvbench.cache.counters import Counters
 from kvbench.cache.decode_kernel import decode_kernel
 from kvbench.cache.forward import check_prompt, forward
-from kvbench.cache.layer import SlotLayer, empty_layer
+from kvbench.cache.from_prompt import empty_layer
+from kvbench.cache.layer import SlotLayer
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.method import Method
 from kvbench.cache.mla import Latents, latents_of

@@ -11,7 +11,7 @@ from kvbench.cache.codebook import CodedRows
 from kvbench.cache.groups import Groups
 from kvbench.cache.hadamard import hadamard
 from kvbench.cache.slots import Buffer, CapturedSlots, Slots, SlotShape, scatter_rows
-from kvbench.kernels.parts import Coded, Dense, Packed, Part, Sum, read_all
+from kvbench.kernels.parts import Coded, Dense, Packed, Part, Sum
 
 
 class Rows(Protocol):
@@ -153,9 +153,6 @@ class RowSlots(Slots):
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         self.keys.overwrite(slot, self.key_turn.on(key))
         self.values.overwrite(slot, self.value_turn.on(value))
-
-    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        return self.key_turn.off(read_all(keys, self.wide)), self.value_turn.off(read_all(values, self.wide))
 
     def transform_query(self, query: Tensor) -> Tensor:
         return self.key_turn.on(query)

@@ -48,6 +48,8 @@ class Slots:
     """
 
     length: int = 0
+    wide: torch.dtype = torch.float32
+    """What `read` returns: float64 for a float64 model."""
     position: Tensor
     """int32 [B, Hkv, S], the token in each slot: the layer's own, up to date before a key is written or read."""
 
@@ -69,10 +71,6 @@ class Slots:
         """Write q tokens to the slots [B, Hkv, q], which need not be the same in every head."""
         raise TypeError(f"{type(self).__name__} cannot overwrite single slots")
 
-    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots in these parts in the model's basis, float32 or wider: [B, Hkv, n, D and Dv]."""
-        raise TypeError(f"{type(self).__name__} cannot read single slots")
-
     def settle(self) -> None:
         """After a forward: quantise tokens that leave the full-precision residual."""
 
@@ -90,10 +88,14 @@ class Slots:
             raise TypeError(f"{type(self).__name__} defines `transform_query`; define `restore_keys` as well")
         return key
 
+    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        """Keys and values of these parts in the model's basis: [B, Hkv, n, D] and [B, Hkv, n, Dv] of dtype `wide`."""
+        return self.restore_keys(read_all(keys, self.wide)), self.restore_output(read_all(values, self.wide))
+
     def read_back(self) -> tuple[Tensor, Tensor]:
         """Keys and values of slots 0 .. length - 1 as `fill` takes them, from what is held: float32."""
-        key, value = (read_all(parts, torch.float32) for parts in (self.key_parts(), self.value_parts()))
-        return self.restore_keys(key), self.restore_output(value)
+        key, value = self.read(self.key_parts(), self.value_parts())
+        return key.to(torch.float32), value.to(torch.float32)
 
     @property
     def has_quantised(self) -> bool:

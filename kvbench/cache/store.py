@@ -15,7 +15,7 @@ from kvbench.cache.observe import Observation
 from kvbench.cache.rotary import KeyRotation
 from kvbench.cache.slots import Buffer, CannotCapture, CapturedSlots, Slots, SlotShape, scatter_rows
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Dense, Part, read_all
+from kvbench.kernels.parts import Dense, Part
 
 __all__ = [
     "Buffer",
@@ -93,6 +93,7 @@ class DenseSlots(Slots):
         lead = shape.batch, shape.kv_heads, shape.slots
         self.keys = torch.empty(*lead, shape.key_dim, dtype=dtype, device=shape.device)
         self.values = torch.empty(*lead, shape.value_dim, dtype=dtype, device=shape.device)
+        self.wide = torch.promote_types(dtype, torch.float32)
         self.is_narrower = dtype.itemsize < shape.dtype.itemsize
 
     def append(self, key: Tensor, value: Tensor) -> None:
@@ -108,10 +109,6 @@ class DenseSlots(Slots):
     def overwrite(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         scatter_rows(self.keys, slot, key)
         scatter_rows(self.values, slot, value)
-
-    def read(self, keys: Sequence[Part], values: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(self.keys.dtype, torch.float32)
-        return read_all(keys, wide), read_all(values, wide)
 
     def key_parts(self) -> Sequence[Part]:
         return [Dense(self.keys[:, :, : self.length])]

@@ -93,7 +93,7 @@ class DenseSlots(Slots):
         lead = shape.batch, shape.kv_heads, shape.slots
         self.keys = torch.empty(*lead, shape.key_dim, dtype=dtype, device=shape.device)
         self.values = torch.empty(*lead, shape.value_dim, dtype=dtype, device=shape.device)
-        self.wide = torch.promote_types(dtype, torch.float32)
+        self.wide = torch.promote_types(shape.dtype, torch.float32)
         self.is_narrower = dtype.itemsize < shape.dtype.itemsize
 
     def append(self, key: Tensor, value: Tensor) -> None:

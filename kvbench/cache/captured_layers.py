@@ -147,7 +147,9 @@ class CapturedRagged(EngineLayer):
         """Write one token, [B, Hkv, 1, D] and [B, Hkv, 1, Dv], and return the layer itself in place of keys."""
         lengths = self.layer.lengths
         behind = lengths.unsqueeze(-1)
-        slot = torch.where(self.layer.grows[:, None], behind, self.slot) if self.evicts else behind
+        slot = self.slot if self.evicts else behind
+        if self.evicts and self.layer.grows is not None:
+            slot = torch.where(self.layer.grows[:, None], behind, slot)
         self.layer.put(slot, self.position.to(torch.int32), key, value)
         lengths.copy_(torch.maximum(lengths, slot.squeeze(-1) + 1))
         return self, value

@@ -26,7 +26,7 @@ class RaggedLayer(EngineLayer):
 
     A forward of q tokens writes them and attends over all kept tokens and itself. Then, where the layer evicts, every
     head evicts q tokens: each keeps as many tokens as it kept of the prompt, except heads that keep every new token
-    (`grows`, bool [Hkv]). Positions and scores lie in the rows of the pool, as keys and values do. `counters` are those
+    (`grows`, bool [Hkv]; None: no head does). Positions and scores lie in the rows of the pool, as keys and values do. `counters` are those
     of the longest head that evicts, or of the longest head where none does.
 
     table: int32 [B, Hkv, n], the blocks of each head. lengths: int64 [B, Hkv], slots written. position: int32 [rows of
@@ -35,10 +35,11 @@ class RaggedLayer(EngineLayer):
     """
 
     def __init__(self, plan: LayerPlan, pool: Pool, table: Tensor, lengths: Tensor, prompt: int) -> None:
-        self.grows = growing_heads(plan, lengths)
-        self.evicts = plan.evicts_to is not None and not bool(self.grows.all())
-        self.prompt, self.longest_growing = prompt, int(lengths.masked_fill(~self.grows, 0).max())
-        longest = int(lengths.masked_fill(self.grows & self.evicts, 0).max())
+        self.grows, self.prompt = growing_heads(plan), prompt
+        grows = torch.zeros_like(lengths[0], dtype=torch.bool) if self.grows is None else self.grows
+        self.evicts = plan.evicts_to is not None and not bool(grows.all())
+        self.longest_growing = int(lengths.masked_fill(~grows, 0).max())
+        longest = int(lengths.masked_fill(grows & self.evicts, 0).max())
         room = plan.room if self.evicts else plan.max_new_tokens
         super().__init__(Counters(longest + room, plan.step, longest if self.evicts else None))
         self.counters.fill(longest, prompt)
@@ -46,7 +47,7 @@ class RaggedLayer(EngineLayer):
         self.index, self.rule, self.kernel = plan.index, plan.rule, plan.kernel
         self.prompt_longest, self.prompt_kept = longest, float(lengths.double().mean())
         self.position = torch.full((pool.rows,), EMPTY, dtype=torch.int32, device=table.device)
-        self.share_growing = float(self.grows.double().mean())
+        self.share_growing = float(grows.double().mean())
         self.scores: Tensor | None = None
         self.free = free_slots(lengths.shape, plan, table.device)
 
@@ -106,9 +107,10 @@ class RaggedLayer(EngineLayer):
         reused = self.counters.accept(q)
         behind = self.lengths.unsqueeze(-1) + torch.arange(q, device=key.device)
         slot = torch.cat([self.free[..., top - reused : top], behind[..., : q - reused]], dim=-1)
-        slot = torch.where(self.grows[:, None], behind, slot)
+        if self.grows is not None:
+            slot = torch.where(self.grows[:, None], behind, slot)
         self.put(slot, torch.arange(start, start + q, dtype=torch.int32, device=key.device), key, value)
-        self.lengths += torch.where(self.grows, q, q - reused)
+        self.lengths += q - reused if self.grows is None else torch.where(self.grows, q, q - reused)
         return self, value
 
     def put(self, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
@@ -189,7 +191,9 @@ class RaggedLayer(EngineLayer):
         scores = NO_SCORES if self.scores is None else self.scores[rows]
         priority = self.rule.priority(scores, position, newest, self.plan.budget, self.index)
         found = lowest(priority, position, count)
-        emptied = torch.where(self.grows[:, None], position.gather(-1, found), EMPTY)
+        emptied = torch.full_like(found, EMPTY, dtype=torch.int32)
+        if self.grows is not None:
+            emptied = torch.where(self.grows[:, None], position.gather(-1, found), emptied)
         self.position.scatter_(0, rows.gather(-1, found).flatten(), emptied.flatten())
         return found
 
@@ -204,6 +208,8 @@ class RaggedLayer(EngineLayer):
         yield Buffer("positions", self.position, kept / self.pool.rows)
         for tensor in (self.free, self.table, self.lengths):
             yield Buffer("positions", tensor, 1.0)
+        if self.grows is not None:
+            yield Buffer("positions", self.grows, 1.0)
         if self.scores is not None:
             yield Buffer("scores", self.scores, kept / self.pool.rows)
 
@@ -211,17 +217,18 @@ class RaggedLayer(EngineLayer):
 def ragged_layer(record: LayerRecord, plan: LayerPlan, selection: Selection) -> RaggedLayer:
     """The layer of a prompt of which each head keeps a number of tokens of its own; copies from the record."""
     lengths, prompt = selection.kept.sum(-1), record.key.shape[2]
-    table = consecutive_blocks(lengths + torch.where(growing_heads(plan, lengths), plan.max_new_tokens, plan.room))
+    grows = growing_heads(plan)
+    room = plan.room if grows is None else torch.where(grows, plan.max_new_tokens, plan.room)
+    table = consecutive_blocks(lengths + room)
     pool = Pool(plan.store, plan.shape(record, prompt), heads=1, blocks=int(table.max()) + 1)
     layer = RaggedLayer(plan, pool, table, lengths, prompt)
     layer.fill(record.key, record.value, selection.kept, None if plan.evicts_to is None else selection.scores)
     return layer
 
 
-def growing_heads(plan: LayerPlan, lengths: Tensor) -> Tensor:
-    """Which heads keep every new token although the rule evicts: bool [Hkv]; lengths: [B, Hkv]."""
-    grows = None if plan.evicts_to is None else plan.rule.growing_heads()
-    return torch.zeros_like(lengths[0], dtype=torch.bool) if grows is None else grows
+def growing_heads(plan: LayerPlan) -> Tensor | None:
+    """Which heads keep every new token although the rule evicts: bool [Hkv]; None: no head does."""
+    return None if plan.evicts_to is None else plan.rule.growing_heads()
 
 
 def consecutive_blocks(tokens: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ class RaggedLayer(EngineLayer):
 
     A forward of q tokens writes them and attends over all kept tokens and itself. Then, where the layer evicts, every
     head evicts q tokens: each keeps as many tokens as it kept of the prompt, except heads that keep every new token
-    (`grows`, bool [Hkv]; None: no head does). Positions and scores lie in the rows of the pool, as keys and values do. `counters` are those
-    of the longest head that evicts, or of the longest head where none does.
+    (`grows`, bool [Hkv]; None: no head does). Positions and scores lie in the rows of the pool, as keys and values do.
+    `counters` are those of the longest head that evicts, or of the longest head where none does.
 
     table: int32 [B, Hkv, n], the blocks of each head. lengths: int64 [B, Hkv], slots written. position: int32 [rows of
     the pool], the token in each row. scores: float32 [rows of the pool] or None. free: int64 [B, Hkv, step], a stack of

@@ -89,8 +89,8 @@ FIGURES = (
         kl_by_size,
         "KL against size",
         f"KL to the full cache against x smaller than a full cache in 16 bits, both of the cache that was scored; "
-        f"{HOW_TO_READ}. Methods beyond {HOPELESS:g} nats stand at the upper edge, their values above it; values below "
-        f"{LOWEST_KL:g} stand at the lower edge",
+        f"{HOW_TO_READ}. Methods beyond {HOPELESS:g} nats stand at the upper edge, values below {LOWEST_KL:g} at the "
+        "lower one; above the panel: names and values of clipped methods and of those without room for a label",
         main=True,
     ),
     FigureKind(
@@ -99,7 +99,8 @@ FIGURES = (
         "NLL difference against size",
         f"NLL minus the full cache's on the same tokens against x smaller than a full cache in 16 bits, both of the "
         f"cache that was scored; {HOW_TO_READ}. Shaded: within the margin of {MARGIN:g} nats; beyond it the axis is "
-        f"logarithmic. Methods beyond {HOPELESS:g} nats stand at the upper edge, their values above it",
+        f"logarithmic. Methods beyond {HOPELESS:g} nats stand at the upper edge; above the panel: names and values of "
+        "clipped methods and of those without room for a label",
         main=True,
     ),
     FigureKind(

@@ -26,8 +26,12 @@ from kvbench.report.figures.style import COLOURS, FAINT, MARKERS, colour_of, mar
 from kvbench.results.row import Row
 
 MOST_GROUPS = 4
+MOST_LABELS = 24
+"""Methods with a label in one panel; the names of the others stand above it."""
+TINY = 1e-6
+"""Losses below it count as equal where the room for a label is judged."""
 CLIPPED_SIZE = 7.5
-"""Font size of the names of clipped methods."""
+"""Font size of the names of methods that are clipped or have no label."""
 NO_BREAK = "\u00a0"
 
 
@@ -122,9 +126,10 @@ def trade_off_figure(rows: Sequence[Row], metric: Metric, intervals: WindowInter
         title = group_name(group, groups) if len(groups) > 1 else ""
         axis = loss_axis(metric.better, [(p.value, p.low, p.high) for p in points], logarithmic=metric is KL)
         inside, beyond = _split(points, axis)
-        _titles(axes, title, beyond, metric, axis, layout.width(len(found), columns))
+        unlabelled = crowded(inside, metric)
+        _titles(axes, title, beyond, unlabelled, metric, axis, layout.width(len(found), columns))
         segments = _draw(axes, points, metric, axis)
-        waiting.append((axes, inside, segments, axis))
+        waiting.append((axes, [point for point in inside if point not in unlabelled], segments, axis))
         says.append(_said(title, points, beyond, metric, axis))
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels must not move what they were placed around
@@ -139,12 +144,41 @@ def _split(points: Sequence[TradeOff], axis: LossAxis) -> tuple[list[TradeOff], 
     return [point for point in points if not axis.beyond(point.value)], beyond
 
 
-def _titles(axes: Axes, title: str, beyond: Sequence[TradeOff], metric: Metric, axis: LossAxis, inches: float) -> None:
-    """The setting, and below it the clipped methods with their values."""
+def crowded(points: Sequence[TradeOff], metric: Metric) -> list[TradeOff]:
+    """The points that get no label where there are more than MOST_LABELS methods: those with the nearest neighbours.
+
+    The front, the full cache and the bounds are always labelled.
+    """
+    series = _by_series(points)
+    if len(series) <= MOST_LABELS:
+        return []
+    front = front_of(points, metric.better)
+    place = {id(point): (math.log(point.smaller), math.log(max(abs(point.value), TINY))) for point in points}
+
+    def room(own: Sequence[TradeOff]) -> float:
+        others = [place[id(point)] for point in points if point not in own]
+        return min(math.dist(place[id(point)], other) for point in own for other in others)
+
+    named = [own for own in series if any(point in front or family_of(point.quality) == "reference" for point in own)]
+    rest = sorted((own for own in series if own not in named), key=room, reverse=True)
+    return [point for own in rest[max(0, MOST_LABELS - len(named)) :] for point in own]
+
+
+def _titles(
+    axes: Axes,
+    title: str,
+    beyond: Sequence[TradeOff],
+    unlabelled: Sequence[TradeOff],
+    metric: Metric,
+    axis: LossAxis,
+    inches: float,
+) -> None:
+    """The setting, and below it with their values the clipped methods and those without a label."""
     lines = [layout.fitted(title, inches)] if title else []
-    if beyond:
-        lines.append(layout.wrapped(f"beyond {axis.top:g} nats: {_listed(beyond, metric)}", inches - 0.3, CLIPPED_SIZE))
-    axes.set_title("\n".join(lines), fontsize=CLIPPED_SIZE if beyond else 9)
+    for words, points in ((f"beyond {axis.top:g} nats", beyond), ("without a label", unlabelled)):
+        if points:
+            lines.append(layout.wrapped(f"{words}: {_listed(points, metric)}", inches - 0.3, CLIPPED_SIZE))
+    axes.set_title("\n".join(lines), fontsize=CLIPPED_SIZE if beyond or unlabelled else 9)
 
 
 def _by_series(points: Sequence[TradeOff]) -> list[list[TradeOff]]:

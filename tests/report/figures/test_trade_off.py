@@ -21,7 +21,9 @@ from kvbench.report.figures.loss_axis import HOPELESS, loss_axis
 from kvbench.report.figures.trade_off import (
     DIFFERENCE,
     KL,
+    MOST_LABELS,
     TradeOff,
+    crowded,
     difference_by_size,
     front_of,
     kl_by_size,
@@ -116,6 +118,16 @@ def test_the_front_holds_the_points_that_no_other_beats_and_none_that_sees_the_f
     points = points_of(("a", 8, 5), ("b", 4, 6), ("c", 4, 3), ("d", 2, 3), ("e", 1, 1), ("hindsight", 9, 0))
     assert [point.label for point in front_of(points)] == ["a", "c", "e"]
     assert [point.label for point in front_of(points, "high")] == ["a", "b"]
+
+
+def test_of_many_methods_the_crowded_ones_are_named_above_the_panel() -> None:
+    """Those on the front keep their labels, and so does a lonely one."""
+    cluster = [(f"m{i:02}", 3 + 0.001 * i, 0.100 + 0.001 * i) for i in range(MOST_LABELS + 6)]
+    points = points_of(*cluster, ("front", 4.0, 0.01), ("lonely", 1.2, 3.0))
+    left_out = {point.label for point in crowded(points, KL)}
+    assert len(points) - len(left_out) == MOST_LABELS
+    assert not left_out & {"front", "lonely"}
+    assert crowded(points[:MOST_LABELS], KL) == []
 
 
 def test_intervals_are_over_windows_not_over_blocks() -> None:

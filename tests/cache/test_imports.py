@@ -11,7 +11,7 @@ import kvbench.cache
 ROOM = Path(kvbench.cache.__path__[0])
 FACTS = {f"kvbench.models.{name}" for name in ("shape", "reach", "frequencies", "probe")}
 """What decides the shape of a cache, what a layer sees, and how its keys are rotated."""
-BELOW = {"errors", "files", "offline", "kernels", "models", "results", "texts"}
+BELOW = {"errors", "files", "heap", "offline", "kernels", "models", "results", "texts"}
 
 
 def imported(path: Path) -> set[str]:

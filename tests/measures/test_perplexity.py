@@ -313,7 +313,9 @@ def test_a_prefill_that_fails_is_a_row_of_every_method(monkeypatch: pytest.Monke
 
 
 ON_KERNELS = [
-    name for name in BUILT_IN.names("method") if name not in ("lagkv", "recompute") and not name.startswith("hf_")
+    name
+    for name in BUILT_IN.names("method")
+    if name not in ("duo", "lagkv", "recompute") and not name.startswith("hf_")
 ]
 THROUGH_KERNELS = [
     *ON_KERNELS,

@@ -20,7 +20,7 @@ DESIGNED = """
 run, model, revision, arch, kv_heads, converted, method, store, bits, k_bits, v_bits, group, residual,
 budget, sinks, window, variant, knobs, measure, metric, value, unit, low, high, n, protocol, question,
 dataset, context, depth, batch, dtype, device, kernel, threads, seed, status, note,
-position, stride, bos, tokenizer, weights, flags, gate
+position, stride, bos, tokenizer, weights, flags, gate, prefill_chunk
 """
 
 

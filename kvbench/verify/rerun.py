@@ -75,6 +75,8 @@ def _samples(cell: CellRecord, units: Sequence[Unit], rebuilt: Rebuilt, toleranc
         again = _again(cell, numbers, labels, rebuilt, found)
         held.append(again)
         for number, by_label in again.scores.items():
+            if number >= len(recorded):
+                continue  # a sample that is not recorded: `samples_check` has said so
             for label, scores in by_label.items():
                 _scores(
                     f"{cell.name}, {cell.verification.unit} {number}, {label}",

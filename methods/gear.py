@@ -1,17 +1,15 @@
 """GEAR: codes, a low rank of what they miss, and outliers held apart."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from kvbench.cache.gear_rows import GearRows, GearSide
+from kvbench.cache.gear_rows import GearBlocks, GearSide
 from kvbench.cache.groups import check_groups
+from kvbench.cache.residual import WholeBlocks
 from kvbench.cache.rule import is_whole
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.store import SlotShape, Store
+from kvbench.cache.two_sides import TwoSides
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Part
 
 
 @dataclass(frozen=True)
@@ -72,37 +70,16 @@ class Gear(Store):
         return keys.planned_bytes(shape.key_dim, shape) + values.planned_bytes(shape.value_dim, shape)
 
 
-class GearSlots(Slots):
+class GearSlots(TwoSides[WholeBlocks[GearBlocks]]):
     """The keys and the values of one layer, each [blocks | residual]."""
 
     def __init__(self, store: Gear, shape: SlotShape) -> None:
-        keys, values = store.sides()
-        self.keys, self.values = GearRows(keys, shape.key_dim, shape), GearRows(values, shape.value_dim, shape)
-
-    def fill(self, key: Tensor, value: Tensor) -> None:
-        self.keys.fill(key)
-        self.values.fill(value)
-        self.length += key.shape[2]
-
-    def append(self, key: Tensor, value: Tensor) -> None:
-        self.keys.append(key)
-        self.values.append(value)
-        self.length += key.shape[2]
-
-    def settle(self) -> None:
-        self.keys.settle()
-        self.values.settle()
+        widths = shape.key_dim, shape.value_dim
+        self.keys, self.values = (
+            WholeBlocks(GearBlocks(side, width, shape), side.block, width, shape)
+            for side, width in zip(store.sides(), widths, strict=True)
+        )
 
     @property
     def has_quantised(self) -> bool:
-        return self.keys.codes.length > 0
-
-    def key_parts(self) -> Sequence[Part]:
-        return self.keys.parts()
-
-    def value_parts(self) -> Sequence[Part]:
-        return self.values.parts()
-
-    def buffers(self, kept: int) -> Iterator[Buffer]:
-        yield from self.keys.buffers()
-        yield from self.values.buffers()
+        return self.keys.groups.length > 0

@@ -1,18 +1,15 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
-
-from torch import Tensor
 
 from kvbench.cache.groups import check_groups
 from kvbench.cache.layer_bits import Bits, at_layer, layer_bits, one_width, widths_of
 from kvbench.cache.residual import PerChannel, PerToken, Side
 from kvbench.cache.rule import is_whole
-from kvbench.cache.store import Buffer, Slots, SlotShape, Store
+from kvbench.cache.store import SlotShape, Store
+from kvbench.cache.two_sides import TwoSides
 from kvbench.errors import UserError
-from kvbench.kernels.parts import Part
 from kvbench.methods.kivi_captured import CapturedKivi
 
 AXES: dict[str, type[Side]] = {"channel": PerChannel, "token": PerToken}
@@ -76,7 +73,7 @@ class Kivi(Store):
         )
 
 
-class KiviSlots(Slots):
+class KiviSlots(TwoSides[Side]):
     """The keys and the values of one layer, each [quantised | residual]."""
 
     def __init__(self, store: Kivi, shape: SlotShape) -> None:
@@ -85,33 +82,9 @@ class KiviSlots(Slots):
         self.keys = AXES[store.k_axis](k_bits, group, residual, shape.key_dim, shape)
         self.values = AXES[store.v_axis](v_bits, group, residual, shape.value_dim, shape)
 
-    def fill(self, key: Tensor, value: Tensor) -> None:
-        self.keys.fill(key)
-        self.values.fill(value)
-        self.length += key.shape[2]
-
-    def append(self, key: Tensor, value: Tensor) -> None:
-        self.keys.append(key)
-        self.values.append(value)
-        self.length += key.shape[2]
-
-    def settle(self) -> None:
-        self.keys.settle()
-        self.values.settle()
-
     @property
     def has_quantised(self) -> bool:
         return self.keys.groups.length > 0 or self.values.groups.length > 0
 
-    def key_parts(self) -> Sequence[Part]:
-        return self.keys.parts()
-
-    def value_parts(self) -> Sequence[Part]:
-        return self.values.parts()
-
     def captured(self) -> CapturedKivi:
         return CapturedKivi(self, self.keys, self.values)
-
-    def buffers(self, kept: int) -> Iterator[Buffer]:
-        yield from self.keys.buffers()
-        yield from self.values.buffers()

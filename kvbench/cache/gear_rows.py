@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.groups import Groups, planned_groups
-from kvbench.cache.residual import Schedule, planned_residual, residual_rows
+from kvbench.cache.residual import planned_residual
 from kvbench.cache.slots import Buffer, SlotShape
-from kvbench.kernels.parts import Axis, Dense, LowRank, Part, Sparse, Sum
+from kvbench.kernels.parts import Axis, LowRank, Part, Sparse, Sum
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class GearSide:
         return codes + heads * blocks * one + planned_residual(self.block, width, shape)
 
 
-class GearRows:
-    """The keys or the values of one layer, [blocks | residual]; whole blocks leave the residual.
+class GearBlocks:
+    """Whole blocks of keys or of values, as they leave the residual.
 
     codes: of the numbers, with the mean of its line in the place of an outlier. left [B, Hkv, blocks, block, r], right
     [B, Hkv, blocks, r, D], float16: the r leading directions of what the codes miss. delta float16 and place int16
@@ -47,8 +47,7 @@ class GearRows:
     """
 
     def __init__(self, side: GearSide, width: int, shape: SlotShape) -> None:
-        self.side, self.width, self.length = side, width, 0
-        self.schedule = Schedule(side.block)
+        self.side, self.width = side, width
         blocks, lead = shape.slots // side.block, (shape.batch, shape.kv_heads)
         self.codes = Groups(side.axis, side.bits, side.group_size, blocks * side.block, width, shape)
         lines = (width if side.axis == "token" else side.block), 2 * side.picked(width)
@@ -57,31 +56,13 @@ class GearRows:
         self.right = torch.empty(*lead, blocks, side.rank, width, dtype=half, device=device)
         self.delta = torch.empty(*lead, blocks, *lines, dtype=half, device=device)
         self.place = torch.empty(*lead, blocks, *lines, dtype=torch.int16, device=device)
-        self.residual = residual_rows(side.block, width, shape)
 
-    def fill(self, rows: Tensor) -> None:
-        """Take a prompt's rows [B, Hkv, n, D], or its next ones."""
-        rows = torch.cat([self.residual[:, :, : self.length - self.codes.length], rows], dim=2)
-        whole = rows.shape[2] // self.side.block * self.side.block
-        self.encode(rows[:, :, :whole])
-        self.residual[:, :, : rows.shape[2] - whole] = rows[:, :, whole:]
-        self.length = self.codes.length + rows.shape[2] - whole
+    @property
+    def length(self) -> int:
+        """Rows held."""
+        return self.codes.length
 
     def append(self, rows: Tensor) -> None:
-        """Write rows [B, Hkv, q, D] behind those held, in full precision."""
-        first = self.schedule.row(self.length, self.codes.length)
-        self.residual[:, :, first : first + rows.shape[2]] = rows
-        self.length += rows.shape[2]
-
-    def settle(self) -> None:
-        """While the residual holds a block, encode its oldest."""
-        size = self.side.block
-        while self.schedule.is_due(self.length, self.codes.length):
-            self.encode(self.residual[:, :, :size])
-            rest = self.length - self.codes.length
-            self.residual[:, :, :rest] = self.residual[:, :, size : size + rest].clone()
-
-    def encode(self, rows: Tensor) -> None:
         """Hold whole blocks of rows [B, Hkv, n, D] behind those held."""
         size, rank, first = self.side.block, self.side.rank, self.codes.length // self.side.block
         new = slice(first, first + rows.shape[2] // size)
@@ -106,10 +87,6 @@ class GearRows:
         self.place[:, :, new] = place
 
     def parts(self) -> Sequence[Part]:
-        rest = self.length - self.codes.length
-        return [*self.held(), *([Dense(self.residual[:, :, :rest])] if rest else [])]
-
-    def held(self) -> Sequence[Part]:
         """The encoded rows: codes alone where no direction and no outlier is held."""
         blocks, added = self.codes.length // self.side.block, list[LowRank | Sparse]()
         if self.side.rank:
@@ -126,7 +103,6 @@ class GearRows:
         yield Buffer("basis", self.right, used)
         yield Buffer("outliers", self.delta, used)
         yield Buffer("outliers", self.place, used)
-        yield Buffer("residual", self.residual, (self.length - self.codes.length) / self.residual.shape[2])
 
 
 def ends(lines: Tensor, count: int) -> Tensor:

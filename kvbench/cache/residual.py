@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,35 +41,46 @@ class Schedule:
         return held >= self.residual_length if self.ring is None else held > self.residual_length
 
 
-class HeldRows(Protocol):
-    """Rows that have left a residual. length: rows held; capacity: most rows."""
-
-    length: int
+class LeftRows(Protocol):
+    """Rows that have left a residual. length: rows held."""
 
     @property
-    def capacity(self) -> int: ...
+    def length(self) -> int: ...
 
     def append(self, rows: Tensor) -> None: ...
-
-    def put(self, index: Tensor, rows: Tensor) -> None: ...
-
-    def whole(self) -> Part: ...
 
     def parts(self) -> Sequence[Part]: ...
 
     def buffers(self) -> Iterator[Buffer]: ...
 
 
-class PerChannel:
-    """Groups of consecutive tokens, one scale a channel; `residual_length` R tokens are quantised at a time.
+class HeldRows(LeftRows, Protocol):
+    """Rows that have left a residual, which a captured step can write one by one. capacity: most rows."""
+
+    length: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    def put(self, index: Tensor, rows: Tensor) -> None: ...
+
+    def whole(self) -> Part: ...
+
+
+Left = TypeVar("Left", bound=LeftRows)
+"""How rows are held that have left a residual."""
+
+
+class WholeBlocks(Generic[Left]):
+    """Blocks of `residual_length` R tokens in `groups`, the tokens behind them in full precision.
 
     After `settle` the residual holds fewer than R tokens. length: tokens held, quantised or not.
     """
 
-    def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
+    def __init__(self, groups: Left, residual_length: int, width: int, shape: SlotShape) -> None:
         self.residual_length, self.length = residual_length, 0
+        self.groups = groups
         self.schedule = Schedule(residual_length)
-        self.groups = Groups("token", bits, group_size, shape.slots // residual_length * residual_length, width, shape)
         self.residual = residual_rows(residual_length, width, shape)
 
     def fill(self, rows: Tensor) -> None:
@@ -94,6 +105,27 @@ class PerChannel:
             rest = self.length - self.groups.length
             self.residual[:, :, :rest] = self.residual[:, :, r : r + rest].clone()
 
+    @property
+    def block_is_due(self) -> bool:
+        """Whether the residual holds R tokens, on the host's count."""
+        return bool(self.schedule.is_due(self.length, self.groups.length))
+
+    def parts(self) -> Sequence[Part]:
+        rest = self.length - self.groups.length
+        return [*self.groups.parts(), *([Dense(self.residual[:, :, :rest])] if rest else [])]
+
+    def buffers(self) -> Iterator[Buffer]:
+        yield from self.groups.buffers()
+        yield Buffer("residual", self.residual, (self.length - self.groups.length) / self.residual.shape[2])
+
+
+class PerChannel(WholeBlocks[Groups]):
+    """Groups of consecutive tokens, one scale a channel; `residual_length` R tokens are quantised at a time."""
+
+    def __init__(self, bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> None:
+        rows = shape.slots // residual_length * residual_length
+        super().__init__(Groups("token", bits, group_size, rows, width, shape), residual_length, width, shape)
+
     def whole(self) -> Sequence[Part]:
         """All of both buffers, written or not."""
         return [self.groups.whole(), Dense(self.residual)]
@@ -107,11 +139,6 @@ class PerChannel:
         blocks = torch.arange(self.residual_length // size, device=packed.device)
         self.groups.put(packed.long() // size + blocks, self.residual[:, :, : self.residual_length])
 
-    @property
-    def block_is_due(self) -> bool:
-        """Whether the residual holds R tokens, on the host's count."""
-        return bool(self.schedule.is_due(self.length, self.groups.length))
-
     def count(self) -> None:
         """Count on the host a token that a captured step has written."""
         self.length += 1
@@ -120,14 +147,6 @@ class PerChannel:
         """Count on the host the R tokens that `quantise_block` has quantised, where they were due."""
         if self.block_is_due:
             self.groups.length += self.schedule.unit
-
-    def parts(self) -> Sequence[Part]:
-        rest = self.length - self.groups.length
-        return [*self.groups.parts(), *([Dense(self.residual[:, :, :rest])] if rest else [])]
-
-    def buffers(self) -> Iterator[Buffer]:
-        yield from self.groups.buffers()
-        yield Buffer("residual", self.residual, (self.length - self.groups.length) / self.residual.shape[2])
 
     @staticmethod
     def planned_bytes(bits: int, group_size: int, residual_length: int, width: int, shape: SlotShape) -> int:

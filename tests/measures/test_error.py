@@ -24,6 +24,7 @@ from kvbench.kernels.reference import attend
 from kvbench.measures.error import Error
 from kvbench.measures.error.layer_errors import METRICS, layer_errors
 from kvbench.measures.error.windows import measure_errors
+from kvbench.measures.target import Target
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.fp8 import Fp8
 from kvbench.methods.full import Full
@@ -35,7 +36,10 @@ from kvbench.methods.recompute import Recompute
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.turbo import Turbo
+from kvbench.models.checkpoint import ModelSpec
+from kvbench.models.shape import shape_of
 from kvbench.results.row import Row
+from kvbench.texts.load import Text
 from tests.shared.models import random_llama
 from tests.shared.text import rows_of, run_context_of, value
 
@@ -229,7 +233,7 @@ def test_evaluated_tokens_are_spread_and_the_last_is_among_them() -> None:
 def test_what_holds_no_keys_and_values_is_refused() -> None:
     with pytest.raises(UserError, match="method=recompute holds no slots"):
         SETTINGS.refuse(Method("recompute", Recompute(), DenseStore()))
-    context = run_context_of(MODEL, {"full": METHODS["full"]}, TEXT)
-    latent = replace(context, loaded=replace(context.loaded, mla="latent"))
+    shape = replace(shape_of(MODEL.config), mla="latent")
+    target = Target(ModelSpec("tiny"), shape, Text("t", "", ""), TEXT, (), None, (), 0)
     with pytest.raises(UserError, match="caches latents"):
-        list(measure_errors(latent, SETTINGS))
+        SETTINGS.prepare(target)

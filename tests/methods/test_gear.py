@@ -69,7 +69,7 @@ def test_rows_that_are_read_are_those_of_the_definition(k_bits: int, v_bits: int
         at += q
         slots.settle()
         whole = at // BLOCK * BLOCK
-        assert slots.keys.codes.length == slots.values.codes.length == whole
+        assert slots.keys.groups.length == slots.values.groups.length == whole
     for parts, exact, bits, by_channel in (
         (slots.key_parts(), key, k_bits, True),
         (slots.value_parts(), value, v_bits, False),

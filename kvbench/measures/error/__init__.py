@@ -81,7 +81,11 @@ class Error(Measure):
             )
 
     def prepare(self, target: Target) -> None:
-        """Raise UserError for fewer windows than texts."""
+        """Raise UserError for fewer windows than texts, and for latent attention, where slots hold latents."""
+        if target.shape.mla:
+            raise UserError(
+                f"measure error compares keys and values, and {target.spec.name} caches latents; leave error out"
+            )
         if self.windows < (texts := len(target.stretches)):
             raise UserError(
                 f"error.windows={self.windows} leaves out some of the {texts} texts of data={target.text.name}; "

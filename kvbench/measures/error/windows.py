@@ -41,7 +41,6 @@ class Baseline:
 
 def measure_errors(context: RunContext, settings: Error) -> Iterator[Result]:
     """One result with the rows and samples of each method."""
-    check_model(context)
     offsets = settings.offsets(context.lengths)
     errors = {method.label: Errors() for method in context.methods}
     with context.progress.phase("error", len(offsets) * len(context.methods)) as advance:
@@ -52,14 +51,6 @@ def measure_errors(context: RunContext, settings: Error) -> Iterator[Result]:
     done = context.remaining("error", context=settings.context)
     rows = [row for method in done for row in error_rows(method, errors[method.label], context, settings)]
     yield Result(rows, error_samples(done, errors, context, settings))
-
-
-def check_model(context: RunContext) -> None:
-    """Raise UserError for latent attention, whose slots hold latents instead of keys and values."""
-    if context.loaded.mla:
-        raise UserError(
-            f"measure error compares keys and values, and {context.loaded.name} caches latents; leave error out"
-        )
 
 
 def _batch(context: RunContext, settings: Error, ids: Tensor, errors: dict[str, Errors]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from kvbench.report.compare.comparison import Line, comparison_key
@@ -73,14 +74,10 @@ def settings_of(lines: Sequence[Line]) -> list[list[Line]]:
 
 def spearman(first: Array, second: Array) -> float:
     """Pearson's correlation of the ranks, ties with their mean rank; 0 where one of them does not vary."""
-    ranks = [_ranks(values) for values in (first, second)]
+    ranks = [pd.Series(values).rank().to_numpy() for values in (first, second)]
     if any(np.ptp(each) == 0 for each in ranks):
         return 0.0
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def _ranks(values: Array) -> Array:
-    return np.array([(values < value).sum() + ((values == value).sum() + 1) / 2 for value in values])
 
 
 def _predictor(metric: str, pairs: Array) -> Predictor:

@@ -129,7 +129,8 @@ def trade_off_figure(rows: Sequence[Row], metric: Metric, intervals: WindowInter
         unlabelled = crowded(inside, metric)
         _titles(axes, title, beyond, unlabelled, metric, axis, layout.width(len(found), columns))
         segments = _draw(axes, points, metric, axis)
-        waiting.append((axes, [point for point in inside if point not in unlabelled], segments, axis))
+        left_out = {id(point) for point in unlabelled}
+        waiting.append((axes, [point for point in inside if id(point) not in left_out], segments, axis))
         says.append(_said(title, points, beyond, metric, axis))
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels must not move what they were placed around
@@ -152,16 +153,20 @@ def crowded(points: Sequence[TradeOff], metric: Metric) -> list[TradeOff]:
     series = _by_series(points)
     if len(series) <= MOST_LABELS:
         return []
-    front = front_of(points, metric.better)
-    place = {id(point): (math.log(point.smaller), math.log(max(abs(point.value), TINY))) for point in points}
+    front = {id(point) for point in front_of(points, metric.better)}
+    places = [[(math.log(point.smaller), math.log(max(abs(point.value), TINY))) for point in own] for own in series]
 
-    def room(own: Sequence[TradeOff]) -> float:
-        others = [place[id(point)] for point in points if point not in own]
-        return min(math.dist(place[id(point)], other) for point in own for other in others)
+    def room(i: int) -> float:
+        others = [other for j, place in enumerate(places) if j != i for other in place]
+        return min(math.dist(here, other) for here in places[i] for other in others)
 
-    named = [own for own in series if any(point in front or family_of(point.quality) == "reference" for point in own)]
-    rest = sorted((own for own in series if own not in named), key=room, reverse=True)
-    return [point for own in rest[max(0, MOST_LABELS - len(named)) :] for point in own]
+    named = {
+        i
+        for i, own in enumerate(series)
+        if any(id(point) in front or family_of(point.quality) == "reference" for point in own)
+    }
+    rest = sorted(set(range(len(series))) - named, key=room, reverse=True)
+    return [point for i in rest[max(0, MOST_LABELS - len(named)) :] for point in series[i]]
 
 
 def _titles(

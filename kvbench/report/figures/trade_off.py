@@ -165,7 +165,7 @@ def crowded(points: Sequence[TradeOff], metric: Metric) -> list[TradeOff]:
         for i, own in enumerate(series)
         if any(id(point) in front or family_of(point.quality) == "reference" for point in own)
     }
-    rest = sorted(set(range(len(series))) - named, key=room, reverse=True)
+    rest = sorted((i for i in range(len(series)) if i not in named), key=room, reverse=True)
     return [point for i in rest[max(0, MOST_LABELS - len(named)) :] for point in series[i]]
 
 

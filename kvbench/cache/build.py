@@ -6,7 +6,6 @@ cache = build_cache(model, method, record, max_new_tokens=128)
 Other rooms import from here what building a cache takes.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -18,17 +17,15 @@ from kvbench.cache.chunked import check_chunks, prefill_in_chunks
 from kvbench.cache.decode_kernel import decode_kernel
 from kvbench.cache.from_prompt import slot_layer
 from kvbench.cache.method import Method
-from kvbench.cache.mla import latents_of
-from kvbench.cache.plan import LayerPlan, plan_layer
-from kvbench.cache.prefill import check_model, prefill, rotations_of
+from kvbench.cache.plan import LayerPlan
+from kvbench.cache.planner import kernels_on, planner_of
+from kvbench.cache.prefill import check_model, prefill
 from kvbench.cache.ragged import ragged_layer
 from kvbench.cache.recompute import recompute_cache
 from kvbench.cache.record import LayerRecord, PrefillRecord, clock
-from kvbench.cache.rotary import IN_CACHE
 from kvbench.cache.selection import select
 from kvbench.cache.stock import stock_cache
 from kvbench.errors import UserError
-from kvbench.kernels import Kernel
 from kvbench.models.shape import mla_layout
 
 __all__ = ["Method", "PrefillRecord", "build_cache", "build_layer", "check_model", "decode_kernel", "prefill"]
@@ -69,38 +66,18 @@ def build_cache(
     method.check_combination(mla_layout(model.config))
     if method.kind == "stock":
         return stock_cache(method.store, record)
-    # Before the clock starts: choosing a kernel may compile it.
-    kernels = {
-        device.type: decode_kernel(method, model, record.layers[0].key.dtype, kernel, device)
-        for device in {layer.device for layer in record.layers}
-    }
+    devices = [layer.device for layer in record.layers]
+    kernels = kernels_on(devices, method, model, record.layers[0].key.dtype, kernel)
     started = clock(record.ids.device)
     method = replace(method, rule=method.rule.of_prompt(record))
-    planned = layer_plans(model, method, record, kernels)
-    layers = [
-        build_layer(layer, replace(plan, max_new_tokens=max_new_tokens, step=max_step)) for layer, plan in planned
-    ]
+    compressed = [layer.index for layer in record.layers if layer.scoring.window is None]
+    planner = planner_of(model, method, compressed, kernels, max_new_tokens, max_step)
+    at_home = (layer.at_home() for layer in record.layers)
+    layers = [build_layer(layer, planner.plan(layer)) for layer in at_home]
     states = [state.copy() for state in record.states]
     cache = KVCache(layers, record.logits.clone(), record.prompt_tokens, states)
     cache.compress_ms = 1e3 * (clock(record.ids.device) - started)
     return cache
-
-
-def layer_plans(
-    model: PreTrainedModel, method: Method, record: PrefillRecord, kernels: dict[str, Kernel]
-) -> Iterator[tuple[LayerRecord, LayerPlan]]:
-    """Each layer's record, where the layer runs, and its plan; kernels: by the type of the layer's device."""
-    latents = latents_of(model)
-    rotations = rotations_of(model, method.rule.sinks_in_place > 0, IN_CACHE)
-    compressed = [layer.index for layer in record.layers if layer.scoring.window is None]
-    for layer in record.layers:
-        is_compressed = layer.index in compressed
-        depth = compressed.index(layer.index) if is_compressed else 0
-        of_layer = None if latents is None else latents[layer.index]
-        here = layer.at_home()
-        plan = plan_layer(method, here, len(compressed), depth, of_layer)
-        rotation = rotations[layer.index] if is_compressed else None
-        yield here, replace(plan, kernel=kernels[layer.device.type], rotate_back=rotation or plan.rotate_back)
 
 
 def build_layer(record: LayerRecord, plan: LayerPlan) -> Layer:

@@ -9,7 +9,6 @@ it does from step to step. A rule that decides by an observation window (`observ
 at each chunk's end: the window is the chunk's last queries instead of the prompt's.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,18 +19,14 @@ from transformers.cache_utils import Cache
 from kvbench.cache.attention import kvbench_attention
 from kvbench.cache.caches import KVCache
 from kvbench.cache.counters import Counters
-from kvbench.cache.decode_kernel import decode_kernel
 from kvbench.cache.forward import check_prompt, forward
 from kvbench.cache.from_prompt import empty_layer
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.layer_base import EngineLayer
 from kvbench.cache.method import Method
-from kvbench.cache.mla import Latents, latents_of
 from kvbench.cache.observe import Observation
-from kvbench.cache.plan import LayerPlan, plan_layer
-from kvbench.cache.prefill import rotations_of
+from kvbench.cache.planner import Planner, kernels_on, planner_of
 from kvbench.cache.record import LayerRecord, clock
-from kvbench.cache.rotary import IN_CACHE
 from kvbench.cache.rule import KEEP, NO_SCORES, KeepRule, SlidingWindow, is_whole, keep_best
 from kvbench.cache.state import empty_states, in_model_order
 from kvbench.errors import UserError
@@ -39,9 +34,6 @@ from kvbench.heap import give_back_freed_memory
 from kvbench.kernels.chunk import Held, attend_chunk
 from kvbench.kernels.prefill import Scoring
 from kvbench.models.shape import layer_windows
-
-Planner = Callable[[LayerRecord], LayerPlan]
-"""The plan of a layer, from the record of its first chunk."""
 
 
 @torch.inference_mode()
@@ -64,12 +56,12 @@ def prefill_in_chunks(
     prompt = ids.shape[1]
     if isinstance(method.rule.budget, float):  # a share is one of the whole prompt
         method = replace(method, rule=replace(method.rule, budget=method.rule.tokens(prompt)))
-    latents = latents_of(model)
-    planned = _planner(model, method, prompt, latents, kernel, replace_with=(max_new_tokens, max_step))
-    layers = [
-        ChunkLayer(index, prompt, planned, None if latents is None else latents[index])
-        for index in range(len(layer_windows(model.config.get_text_config())))
-    ]
+    windows = layer_windows(model.config.get_text_config())
+    compressed = [index for index, window in enumerate(windows) if window is None]
+    devices = [parameter.device for parameter in model.parameters()]
+    kernels = kernels_on(devices, method, model, model.dtype, kernel)
+    planner = planner_of(model, method, compressed, kernels, max_new_tokens, max_step)
+    layers = [ChunkLayer(index, prompt, planner) for index in range(len(windows))]
     cache = Cache(layers=in_model_order(layers, []))
     started = clock(ids.device)
     has_compressed = False
@@ -87,35 +79,6 @@ def prefill_in_chunks(
     return result
 
 
-def _planner(
-    model: PreTrainedModel,
-    method: Method,
-    prompt: int,
-    latents: list[Latents] | None,
-    kernel: str,
-    replace_with: tuple[int, int],
-) -> Planner:
-    windows = layer_windows(model.config.get_text_config())
-    compressed = [index for index, window in enumerate(windows) if window is None]
-    rotations = rotations_of(model, method.rule.sinks_in_place > 0, IN_CACHE)
-    new_tokens, step = replace_with
-
-    def plan(record: LayerRecord) -> LayerPlan:
-        is_compressed = record.scoring.window is None
-        depth = compressed.index(record.index) if is_compressed else 0
-        of_layer = None if latents is None else latents[record.index]
-        planned = plan_layer(method, record, len(compressed), depth, of_layer, prompt)
-        return replace(
-            planned,
-            max_new_tokens=new_tokens,
-            step=step,
-            kernel=decode_kernel(method, model, record.key.dtype, kernel, record.device),
-            rotate_back=rotations[record.index] if is_compressed else None,
-        )
-
-    return plan
-
-
 class ChunkLayer(EngineLayer):
     """One layer of a prompt that is read in chunks; it fills the `SlotLayer` that decode goes on with.
 
@@ -123,9 +86,10 @@ class ChunkLayer(EngineLayer):
     rule's decisions and of writing what stays.
     """
 
-    def __init__(self, index: int, prompt: int, plan: Planner, latents: Latents | None) -> None:
+    def __init__(self, index: int, prompt: int, planner: Planner) -> None:
         super().__init__(Counters())
-        self.index, self.prompt, self.plan, self.latents = index, prompt, plan, latents
+        self.index, self.prompt, self.planner = index, prompt, planner
+        self.latents = None if planner.latents is None else planner.latents[index]
         self.layer: SlotLayer | None = None
         self.scores = NO_SCORES
         self.compress_ms = 0.0
@@ -144,7 +108,7 @@ class ChunkLayer(EngineLayer):
         self.chunk = None
         if self.layer is None:
             record = LayerRecord(self.index, key, value, scoring)
-            plan = self.plan(record)
+            plan = self.planner.plan(record, self.prompt)
             kept = self.prompt if plan.budget is None else min(plan.budget, self.prompt)
             self.layer = empty_layer(record, plan, kept, keeps_scores=plan.rule.keeps_scores)
         layer, rule = self.layer, self.layer.rule

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from kvbench.cli.words import check_override
-from kvbench.config import ConfigSources, method_configs, take_sources
-from kvbench.config.error_lines import check_root, one_line
-from kvbench.config.sources import BUILT_IN
-from kvbench.errors import EXIT_USER_ERROR, UserError, exit_with
+from kvbench.config import ConfigSources, method_configs
+from kvbench.config.command import run_command
+from kvbench.config.error_lines import check_root
+from kvbench.errors import UserError, exit_with
 from kvbench.harness.settings import read_asked
 
 USAGE = """python -m kvbench.harness tasks=TASK[,TASK] [KEY=VALUE ...]: methods side by side
@@ -34,26 +30,20 @@ All other settings are those of python -m kvbench. Needs pip install 'kvbench[lm
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate every method on every task and write a run folder; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or any(word in ("-h", "--help", "help") for word in words):
-        print(USAGE)
-        return 0 if words else EXIT_USER_ERROR
-    sources = BUILT_IN
-    try:
-        sources, rest = take_sources(words)
-        settings = [spelled(word, sources) for word in rest]
-        config = sources.composed(settings)
-        check_root(config, sources)
-        methods = method_configs(config, [*sources.words, *settings])
-        asked = read_asked(config.harness)
-        if find_spec("lm_eval") is None:
-            raise UserError("tasks need lm-evaluation-harness; type pip install 'kvbench[lm_eval]'")
-        from kvbench.harness.evaluate import evaluate  # torch and lm_eval: seconds
+    return run_command(arguments, USAGE, _evaluate)
 
-        return evaluate(config, methods, asked)
-    except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench: {one_line(error, sources)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+
+def _evaluate(sources: ConfigSources, words: list[str]) -> int:
+    settings = [spelled(word, sources) for word in words]
+    config = sources.composed(settings)
+    check_root(config, sources)
+    methods = method_configs(config, [*sources.words, *settings])
+    asked = read_asked(config.harness)
+    if find_spec("lm_eval") is None:
+        raise UserError("tasks need lm-evaluation-harness; type pip install 'kvbench[lm_eval]'")
+    from kvbench.harness.evaluate import evaluate  # torch and lm_eval: seconds
+
+    return evaluate(config, methods, asked)
 
 
 def spelled(word: str, sources: ConfigSources) -> str:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from kvbench.config import take_sources
-from kvbench.config.error_lines import one_line
-from kvbench.config.sources import BUILT_IN
-from kvbench.errors import EXIT_SOME_FAILED, EXIT_USER_ERROR, UserError, exit_with
+from kvbench.config import ConfigSources
+from kvbench.config.command import run_command
+from kvbench.errors import EXIT_SOME_FAILED, UserError, exit_with
 
 if TYPE_CHECKING:
     from kvbench.results.verification import VerifyRecord
@@ -34,23 +29,17 @@ Exit code 0: pass; 3: fail; 2: unusable input."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verify one run folder, one line a check; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or any(word in ("-h", "--help", "help") for word in words):
-        print(USAGE)
-        return 0 if words else EXIT_USER_ERROR
-    sources = BUILT_IN
-    try:
-        sources, rest = take_sources(words)
-        path, samples, salt = read_words(rest)
-        from kvbench.verify.recorded import read_recorded
+    return run_command(arguments, USAGE, _verify)
 
-        recorded = read_recorded(path)  # before torch, which takes seconds
-        from kvbench.verify.verify import verify
 
-        return report(verify(recorded, samples, salt, sources), recorded.run)
-    except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"kvbench: {one_line(error, sources)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+def _verify(sources: ConfigSources, words: list[str]) -> int:
+    path, samples, salt = read_words(words)
+    from kvbench.verify.recorded import read_recorded
+
+    recorded = read_recorded(path)  # before torch, which takes seconds
+    from kvbench.verify.verify import verify
+
+    return report(verify(recorded, samples, salt, sources), recorded.run)
 
 
 def read_words(words: Sequence[str]) -> tuple[Path, int, str]:

@@ -35,6 +35,7 @@ from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared import slow_llama as slow
 from tests.shared.families import exact_llama, random_ids
 from tests.shared.models import random_llama
+from tests.shared.side_by_side import side_by_side
 
 
 def slow_shares(worth: list[list[float]], budget: int, floor: float) -> list[set[int]]:
@@ -152,18 +153,11 @@ def test_against_loops(name: str) -> None:
     cache = build_cache(model, Method(name, rule, store), ids[:, :70], sum(SCHEDULE), max_step=4)
     histories = reference.histories(AdaHistory, **settings)
     reference(ids[:, :70], histories)
-    at = 70
-    for q in [0, *SCHEDULE]:
-        if q:
-            chunk = ids[:, at : at + q]
-            got = step(model, chunk, cache, logits_to_keep=0)
-            torch.testing.assert_close(got, reference(chunk, histories), atol=1e-8, rtol=0)
-            at += q
-        for layer, history in zip(cache.layers, histories, strict=True):
-            assert isinstance(layer, RaggedLayer)
-            kept = [[[p for p in head if p >= 0] for head in row] for row in layer.kept_positions().tolist()]
-            assert kept == history.kept()
-            assert len({len(head) for row in kept for head in row}) > 1, "no head differs from another"
+    for layer, history in side_by_side(model, cache, histories, ids, [0, *SCHEDULE], atol=1e-8):
+        assert isinstance(layer, RaggedLayer)
+        kept = [[[p for p in head if p >= 0] for head in row] for row in layer.kept_positions().tolist()]
+        assert kept == history.kept()
+        assert len({len(head) for row in kept for head in row}) > 1, "no head differs from another"
     with pytest.raises(CacheFull):
         step(model, random_ids(2, 5), cache)
     if not rule.holds_budget:

@@ -21,6 +21,7 @@ from kvbench.methods.per_token import PerToken
 from kvbench.methods.streaming_llm import StreamingLLM
 from tests.shared import slow_llama as slow
 from tests.shared.families import exact_llama, random_ids
+from tests.shared.side_by_side import side_by_side
 
 SCHEDULE = [*[1] * 8, 4, *[1] * 8]
 START = 50
@@ -86,14 +87,8 @@ def test_against_loops(name: str) -> None:
     common = {"keeps": slow.streaming_keeps(4), "budget": 24, "combine": "sum"}
     histories = reference.histories(CaMHistory, **(common | settings))
     reference(ids[:, :START], histories)
-    at = START
-    for q in SCHEDULE:
-        chunk = ids[:, at : at + q]
-        got = step(model, chunk, cache, logits_to_keep=0)
-        torch.testing.assert_close(got, reference(chunk, histories), atol=1e-7, rtol=0)
-        at += q
-        for layer, history in zip(cache.layers, histories, strict=True):
-            assert layer.kept_positions().tolist() == history.kept()
+    for layer, history in side_by_side(model, cache, histories, ids, SCHEDULE, atol=1e-7):
+        assert layer.kept_positions().tolist() == history.kept()
 
 
 def evicted(scores: Tensor, position: Tensor, victim: int) -> Evicted:

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvbench.api import load_method
 from kvbench.cache.build import Method, build_cache
 from kvbench.cache.bytes import held_bytes
-from kvbench.cache.decode import step
 from kvbench.cache.layer import SlotLayer
 from kvbench.cache.merge import Evicted, merged_rows
 from kvbench.cache.store import DenseStore, Store
@@ -22,6 +21,7 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.per_token import PerToken
 from tests.shared import slow_llama as slow
 from tests.shared.families import exact_llama, random_ids
+from tests.shared.side_by_side import side_by_side
 
 SCHEDULE = [*[1] * 8, 4, *[1] * 8]
 START, N_SINK = 50, 4
@@ -85,17 +85,11 @@ def test_against_loops(name: str) -> None:
     cache = build_cache(model, Method("d2o", rule, store), ids[:, :START], sum(SCHEDULE), max_step=4)
     histories = reference.histories(D2OHistory, keeps=h2o_with_sinks, combine="sum", **settings)
     reference(ids[:, :START], histories)
-    at = START
-    for q in SCHEDULE:
-        chunk = ids[:, at : at + q]
-        got = step(model, chunk, cache, logits_to_keep=0)
-        torch.testing.assert_close(got, reference(chunk, histories), atol=1e-7, rtol=0)
-        at += q
-        for layer, history in zip(cache.layers, histories, strict=True):
-            assert isinstance(layer, SlotLayer) and layer.carried is not None
-            assert layer.kept_positions().tolist() == history.kept()
-            for (b, h), threshold in history.threshold.items():
-                assert float(layer.carried[b, h]) == pytest.approx(threshold, abs=1e-6)
+    for layer, history in side_by_side(model, cache, histories, ids, SCHEDULE, atol=1e-7):
+        assert isinstance(layer, SlotLayer) and layer.carried is not None
+        assert layer.kept_positions().tolist() == history.kept()
+        for (b, h), threshold in history.threshold.items():
+            assert float(layer.carried[b, h]) == pytest.approx(threshold, abs=1e-6)
     assert all(history.merged and history.dropped for history in histories)
 
 

@@ -29,6 +29,7 @@ from kvbench.methods.per_token import PerToken
 from tests.shared import slow_llama as slow
 from tests.shared.families import exact_llama, random_ids
 from tests.shared.models import random_llama
+from tests.shared.side_by_side import side_by_side
 from tests.shared.text import character_tokenizer, loaded
 
 RETRIEVAL = {0: torch.tensor([0.1, 0.7, 0.3]), 1: torch.tensor([0.5, 0.2, 0.7])}
@@ -95,18 +96,11 @@ def test_against_loops(budget: int, decode: str, store: Store, bits: int) -> Non
     histories = reference.histories(DuoHistory, counts=counts, prompt=70, holds=decode == "evict", bits=bits)
     reference(ids[:, :70], histories)
     assert isinstance(cache, KVCache) and cache.kept_tokens == pytest.approx(budget)
-    at = 70
-    for q in [0, *SCHEDULE]:
-        if q:
-            chunk = ids[:, at : at + q]
-            got = step(model, chunk, cache, logits_to_keep=0)
-            torch.testing.assert_close(got, reference(chunk, histories), atol=1e-8, rtol=0)
-            at += q
-        for layer, history in zip(cache.layers, histories, strict=True):
-            assert isinstance(layer, RaggedLayer)
-            kept = [[[p for p in head if p >= 0] for head in row] for row in layer.kept_positions().tolist()]
-            assert kept == history.kept()
-            assert layer.kept == pytest.approx(sum(len(head) for row in kept for head in row) / 6)
+    for layer, history in side_by_side(model, cache, histories, ids, [0, *SCHEDULE], atol=1e-8):
+        assert isinstance(layer, RaggedLayer)
+        kept = [[[p for p in head if p >= 0] for head in row] for row in layer.kept_positions().tolist()]
+        assert kept == history.kept()
+        assert layer.kept == pytest.approx(sum(len(head) for row in kept for head in row) / 6)
     if any(count == 70 for count in counts.values()) or decode == "append":
         with pytest.raises(CacheFull):
             step(model, random_ids(2, 1), cache)
